@@ -90,9 +90,8 @@ def append(path: str, event: str, values: Mapping[str, Any]) -> None:
     line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(
-            file, line.encode()
-        )  # one write, so that lines of several processes do not interleave
+        # One write, so that lines of several processes do not interleave.
+        os.write(file, line.encode())
     finally:
         os.close(file)
 

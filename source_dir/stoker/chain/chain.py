@@ -162,9 +162,8 @@ class Chain:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         columns = self._leave(good, report)
         if report.bad and not self.bucket_by:
-            places = {
-                key: place for place, key in reversed([*enumerate(keys)])
-            }  # of equal keys, the first
+            # Of equal keys, the first.
+            places = {key: place for place, key in reversed([*enumerate(keys)])}
             report.bad = [bad._replace(place=places.get(bad.key, -1)) for bad in report.bad]
         return columns, report
 

@@ -180,9 +180,8 @@ def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
     array = frame.to_ndarray(
         format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1
     )
-    with contextlib.suppress(
-        KeyError, ValueError
-    ):  # no matrix, or beside data that PyAV does not know
+    # No matrix, or beside data that PyAV does not know.
+    with contextlib.suppress(KeyError, ValueError):
         a, b, _, c, d = np.frombuffer(frame.side_data["DISPLAYMATRIX"], np.int32)[:5].tolist()
         array = array[::-1] if a * d < b * c else array
     return np.rot90(array, quarters)

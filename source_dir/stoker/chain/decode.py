@@ -390,9 +390,8 @@ def image_array(
             raise ValueError(f"a value of {values.max()} has more than {bits} bits")
         image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
     image.info.pop("transparency", None)  # Pillow warns of it, for each image
-    if step := {"La": "LA", "LAB": "RGB"}.get(
-        image.mode
-    ):  # the only mode that Pillow converts it to
+    # The only mode that Pillow converts it to.
+    if step := {"La": "LA", "LAB": "RGB"}.get(image.mode):
         image = image.convert(step)
     array = np.asarray(image.convert(mode))
     return array[..., None] if array.ndim == 2 else array

@@ -266,9 +266,8 @@ class Dumper(yaml.SafeDumper):
 
 
 def _scalar(dumper: Any, value: str) -> Any:
-    style = (
-        '"' if {*"\x85\u2028\u2029"} & {*value} else None
-    )  # else these would be folded as ends of lines
+    # Else these would be folded as ends of lines.
+    style = '"' if {*"\x85\u2028\u2029"} & {*value} else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
 
 

@@ -218,9 +218,8 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
-        if (
-            where := config.checkpoint.dir
-        ) and "://" not in where:  # `peek` reads it from any folder
+        # `peek` reads it from any folder.
+        if (where := config.checkpoint.dir) and "://" not in where:
             at = {"dir": str(Path(os.environ.get(LAUNCH_DIR_VARIABLE, ""), where).absolute())}
             config = config.model_copy(
                 update={"checkpoint": config.checkpoint.model_copy(update=at)}

@@ -148,9 +148,8 @@ def run_head(
         outcome = _failure(error)
     finally:
         stop.on_request = lambda reason: None  # already ending
-        if (
-            outcome.code
-        ):  # before the other hosts learn of it: the service may end the job with one of them
+        # Before the other hosts learn of it: the service may end the job with one of them.
+        if outcome.code:
             write_failure_soon(lambda: service.place().failure, outcome.cause)
         if door is not None:
             # Give late hosts time to come, so that they do not wait for a head that failed early.

@@ -218,9 +218,8 @@ class MlflowSink(Sink):
         content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
         for number, store in enumerate(self.stores):
             if self.told_id[number] != self.run_id:
-                with contextlib.suppress(
-                    OSError
-                ):  # the checkpoints' folder comes with the first of them
+                # The checkpoints' folder comes with the first of them.
+                with contextlib.suppress(OSError):
                     store.write_note(STATE, json.dumps(content, indent=1))
                     self.told_id[number] = self.run_id
 

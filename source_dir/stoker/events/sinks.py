@@ -132,11 +132,9 @@ class Scalars:
                     "perf/input_wait_pct": 100 * event.wait_s / elapsed,
                 }
                 values |= {f"perf/{term}_ms": value for term, value in event.terms_ms.items()}
-                return (
-                    values
-                    if event.grad_norm is None
-                    else values | {"train/grad_norm": event.grad_norm}
-                )
+                if event.grad_norm is not None:
+                    values["train/grad_norm"] = event.grad_norm
+                return values
             case kinds.EpochEnded() | kinds.MetricsLogged():
                 self.step = event.step
                 return {name: value for name, value in event.metrics.items() if value is not None}
@@ -189,10 +187,8 @@ class Board(Sink):
             )
         if resumed:
             # Points after the checkpoint are drawn again.
-            start, step = (
-                event_pb2.SessionLog(status=event_pb2.SessionLog.START),
-                self.scalars.step + 1,
-            )
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            step = self.scalars.step + 1
             writer.add_event(event_pb2.Event(wall_time=event.time, step=step, session_log=start))
 
     def close(self, summary: Summary) -> None:

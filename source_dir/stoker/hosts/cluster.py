@@ -100,9 +100,8 @@ def connected() -> Iterator[None]:
 
     where = os.environ.get("RAY_ADDRESS", "this machine")
     needs: dict[str, Any] | None = None
-    if (
-        package := os.environ.get(PACKAGE_VARIABLE)
-    ) is not None:  # under Ray Jobs, workers have it already
+    # Under Ray Jobs, workers have it already.
+    if (package := os.environ.get(PACKAGE_VARIABLE)) is not None:
         names = (PLACE_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
         needs = {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
     try:

@@ -118,11 +118,8 @@ def _cgroups(controller: str, top: Path) -> Iterator[Path]:
     except OSError:
         lines = []
     found: dict[Path, None] = {}
-    for line in [
-        *lines,
-        "0::/",
-        f"0:{controller}:/",
-    ]:  # a container may see its own group as the root
+    # A container may see its own group as the root.
+    for line in [*lines, "0::/", f"0:{controller}:/"]:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = top / controller if controllers else top

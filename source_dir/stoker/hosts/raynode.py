@@ -271,9 +271,8 @@ def arguments_for(
 
 def end_with_parent() -> None:
     """In a new process: end it with the thread that started it."""
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGTERM
-    )  # PR_SET_PDEATHSIG: works even if the parent is killed
+    # PR_SET_PDEATHSIG: works even if the parent is killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _holder(port: int) -> str:

@@ -261,9 +261,8 @@ def in_statistics(
             if nulls == 0:
                 continue
             column = found.setdefault(name, NullCount())
-            if nulls is None or paths[number] != [
-                name
-            ]:  # for lists, statistics count empty ones too
+            # For lists, statistics count empty ones too.
+            if nulls is None or paths[number] != [name]:
                 column.unclear = True
                 column.unclear_bytes += chunk.total_compressed_size
             else:

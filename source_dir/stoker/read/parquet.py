@@ -103,11 +103,8 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
     try:
         with filesystem.open_input_file(path) as file:
             reader = parquet.ParquetFile(file)
-            metadata, schema, leaves = (
-                reader.metadata,
-                reader.schema_arrow,
-                reader.reader.column_paths,
-            )
+            metadata, schema = reader.metadata, reader.schema_arrow
+            leaves = reader.reader.column_paths
         sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if metadata.num_rows != sum(sizes):
             raise ValueError(
@@ -149,10 +146,8 @@ def read_groups(
         )
     refuse_code(table.schema, path)
     for i, field in enumerate(table.schema):
-        if field.type in (
-            pa.string_view(),
-            pa.binary_view(),
-        ):  # many of Arrow's functions lack them
+        # Many of Arrow's functions lack them.
+        if field.type in (pa.string_view(), pa.binary_view()):
             kind = pa.large_string() if field.type == pa.string_view() else pa.large_binary()
             table = table.set_column(i, field.name, table[field.name].cast(kind))
     return table

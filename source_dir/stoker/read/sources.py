@@ -251,13 +251,9 @@ def read_again(
             return read()
         except Exception as error:
             passing = may_pass(error)
-            most = (
-                len(WAITS_S) + 1
-                if passing
-                else 1
-                if isinstance(error, PERMANENT) and not far
-                else 2
-            )
+            most = len(WAITS_S) + 1 if passing else 2
+            if isinstance(error, PERMANENT) and not far:
+                most = 1
             if number == most:
                 text = " ".join(str(error).split())[:300]
                 tries = f", {number} tries" if number > 1 else ""

@@ -189,11 +189,8 @@ class Planner:
         return found
 
     def _begin(self, pass_: Pass, by: Process) -> Item:
-        split, work, shard_s = (
-            pass_.plan.split,
-            self._near(pass_),
-            self.shard_s.get(pass_.plan.alike),
-        )
+        split, work = pass_.plan.split, self._near(pass_)
+        shard_s = self.shard_s.get(pass_.plan.alike)
         most = 1 if pass_.streams else shards_per_item(pass_.left, self.shared.pool.slots, shard_s)
         if self.shared.affinity is None:
             shards = self._preparing.take(work, by.worker, most)

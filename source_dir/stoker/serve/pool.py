@@ -148,10 +148,8 @@ def chain_hosts(
     (one per GPU). On any other cluster, those cores are subtracted here.
     """
     alive = [n for n in nodes if n["Alive"]]
-    groups, scaling = (
-        [label(group) for group in config.data.preprocess_on],
-        config.cluster.cpu_hosts,
-    )
+    scaling = config.cluster.cpu_hosts
+    groups = [label(group) for group in config.data.preprocess_on]
     own_group = next((n["Labels"].get(GROUP_LABEL) for n in nodes if n["NodeID"] == own_node), None)
     several = len({n.get("Labels", {}).get(GROUP_LABEL) for n in alive}) > 1
     found = []

@@ -126,12 +126,8 @@ class CopyStore:
     """Storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, synced: bool, filesystem: Any, path: str) -> None:
-        self.where, self.synced, self.filesystem, self.path = (
-            where,
-            synced,
-            filesystem,
-            path.rstrip("/"),
-        )
+        self.where, self.synced = where, synced
+        self.filesystem, self.path = filesystem, path.rstrip("/")
 
     def names(self) -> list[str]:
         from stoker.storage.filesystems import entries
@@ -170,9 +166,8 @@ class CopyStore:
         if isinstance(self.filesystem, fs.LocalFileSystem):
             self.filesystem.create_dir(folder, recursive=True)
         for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
-            if not (
-                draft / info.base_name
-            ).exists():  # of other weights, it would count as part of these
+            # Of other weights, it would count as part of these.
+            if not (draft / info.base_name).exists():
                 self.filesystem.delete_file(info.path)
         # The manifest last, after every other file.
         for path in sorted(draft.iterdir(), key=lambda p: (p.name == MANIFEST, p.name)):

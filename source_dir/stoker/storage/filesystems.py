@@ -379,16 +379,11 @@ def _absolute(path: str) -> Path:
 
     The latter is a copy that the next start of the run replaces.
     """
-    here, launched, source = (
-        Path(path).absolute(),
-        os.environ.get(LAUNCH_DIR_VARIABLE),
-        os.environ.get(SOURCE_DIR_VARIABLE),
-    )
+    here, source = Path(path).absolute(), os.environ.get(SOURCE_DIR_VARIABLE)
+    launched = os.environ.get(LAUNCH_DIR_VARIABLE)
     there = Path(launched or "", path)
-    named = Path(path).parts[:1] not in (
-        (),
-        ("..",),
-    )  # "." and what is above exist beside the copy, too
+    # "." and what is above exist beside the copy, too.
+    named = Path(path).parts[:1] not in ((), ("..",))
     if not launched or (named and here.exists() and not there.exists()):
         return here
     if (

@@ -43,9 +43,8 @@ def build(worker: Worker, records: int | None, resumed: Checkpoint | None = None
         )
     worker.optimizer = make_optimizer(worker.recipe, worker.model, train, worker.world_size)
     own = type(worker.recipe).optimizer is not Recipe.optimizer
-    if (
-        not own or train.scheduler != "none" or train.warmup_epochs
-    ):  # otherwise it keeps its own rate
+    # Otherwise it keeps its own rate.
+    if not own or train.scheduler != "none" or train.warmup_epochs:
         worker.schedule = Schedule(worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)

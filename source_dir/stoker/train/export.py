@@ -181,14 +181,12 @@ def write_forms(
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            model = model or ExportModel(recipe, folder)
-            if not model.compared(example) and form == "safetensors":
-                result["note"] = model.why_not
+            model = model or ExportModel(recipe, folder, example)
+            if model.failure is not None and form == "safetensors":
+                result["note"] = why_not(recipe, model.failure)
             else:
-                result |= {
-                    "batch_sizes": [*model.answers],
-                    "max_abs_diff": model.write(form, draft),
-                }
+                result["batch_sizes"] = [*model.answers]
+                result["max_abs_diff"] = model.write(form, draft)
             for path in draft.iterdir():
                 place(path, folder / path.name)
             result["bytes"] = (folder / file).stat().st_size
@@ -219,17 +217,35 @@ class MismatchError(Exception):
     """The outputs of an exported file differ from the model's."""
 
 
+def why_not(recipe: Recipe, failure: Exception) -> str:
+    """Why outputs are not compared, as a note."""
+    if type(recipe).predict is Recipe.predict:
+        return "weights compared; to compare outputs, too, define predict() and export_inputs()"
+    cause = str(failure) if isinstance(failure, UsageError) else where_raised(failure)
+    return f"weights compared, but not outputs, because predict() failed: {cause}"
+
+
 class ExportModel:
     """The saved weights in a new model, and its answers to the example, with which each file is compared."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, example: Example | None) -> None:
         self.recipe, self.folder = recipe, folder
         self.inputs, self.outputs = recipe.export_inputs(), list[str]()
         self.module = self.fresh(self.outputs)
         self.answers: dict[int, list[Any]] = {}
         """By batch size."""
-        self.why_not = ""
-        """Why there are none."""
+        self.failure: Exception | None = None
+        """Why there are none. The weights are compared all the same: they have been loaded."""
+        try:
+            if example is None:
+                raise UsageError("there was no record to compare with")
+            refuse_absent(recipe, example.batch)
+            self.example = example
+            sizes = [1, max(count_records(example.batch), TRACED_RECORDS + 1)]
+            with torch.no_grad():
+                self.answers = {size: self.answer(self.module, size) for size in sizes}
+        except Exception as error:
+            self.failure = error
 
     def fresh(self, outputs: list[str] | None = None) -> Any:
         from safetensors.torch import load_file
@@ -237,26 +253,6 @@ class ExportModel:
         model = self.recipe.model()
         model.load_state_dict(load_file(self.folder / FILES["safetensors"]))
         return as_module(self.recipe, model.eval(), outputs)
-
-    def compared(self, example: Example | None) -> bool:
-        """Whether there are outputs to compare with; the weights are, as they have been loaded."""
-        if self.answers or self.why_not:
-            return not self.why_not
-        try:
-            if example is None:
-                raise UsageError("there was no record to compare with")
-            refuse_absent(self.recipe, example.batch)
-            self.example = example
-            sizes = [1, max(count_records(example.batch), TRACED_RECORDS + 1)]
-            with torch.no_grad():
-                self.answers = {size: self.answer(self.module, size) for size in sizes}
-        except Exception as error:
-            self.error = error
-            cause = str(error) if isinstance(error, UsageError) else where_raised(error)
-            self.why_not = f"weights compared, but not outputs, because predict() failed: {cause}"
-            if type(self.recipe).predict is Recipe.predict:
-                self.why_not = "weights compared; to compare outputs, too, define predict() and export_inputs()"
-        return not self.why_not
 
     def answer(self, module: Callable[..., Any], records: int) -> list[Any]:
         answer = module(*self.example.take(self.inputs, records))
@@ -277,8 +273,8 @@ class ExportModel:
 
     def write(self, form: str, draft: Path) -> float:
         """Write a file, load it and compare its outputs: the largest difference."""
-        if self.why_not:
-            raise self.error
+        if self.failure is not None:
+            raise self.failure
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # deprecations that the user cannot act on
             loaded = getattr(self, f"_{form}")(draft / FILES[form])

@@ -10,7 +10,7 @@ import platform
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import (
@@ -243,9 +244,8 @@ class CheckpointManager:
         self.pending, worker.kept = saved.pending, saved.name
         self._own = own = strategies.from_rank(saved.store.where == self.store.where)
         self.history = [entry if own else {**entry, "elsewhere": True} for entry in meta["history"]]
-        self.run = (
-            meta.get("run", self.run) if own else self.run
-        )  # absent in those of earlier versions
+        # Absent in those of earlier versions.
+        self.run = meta.get("run", self.run) if own else self.run
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
@@ -401,14 +401,24 @@ def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
     """What must be finite on this rank, and whether it is; reads nothing from the device."""
     loss = torch.zeros(()) if progress.loss_sum is None else progress.loss_sum
     names, sound = [LOSSES], [loss.isfinite().reshape(1)]
+    strict, buffers = list[Named](), list[Named]()
+    models = {"weight": worker.model, "averaged weight": worker.ema and worker.ema.module}
+    for kind, model in models.items():
+        if model is not None:
+            plain = strategies.plain(model)
+            strict += [(f"{kind} {name}", p) for name, p in plain.named_parameters()]
+            buffers += [(f"buffer {name}", b) for name, b in plain.named_buffers()]
+    if worker.optimizer is not None:
+        leaves = tree_flatten_with_path([*worker.optimizer.state.values()])[0]
+        strict += [(f"optimiser state {keystr(path[1:])}", leaf) for path, leaf in leaves]
     by_device: dict[Any, list[Named]] = {}
-    for name, tensor in _strict(worker):
+    for name, tensor in _floats(strict):
         by_device.setdefault(tensor.device, []).append((name, tensor))
     for named in by_device.values():
         names += [name for name, _ in named]
         largest = torch._foreach_norm([tensor for _, tensor in named], float("inf"))
         sound.append(torch.stack([value.double() for value in largest]).isfinite())
-    for name, tensor in _buffers(worker):
+    for name, tensor in _floats(buffers):
         names.append(name)
         sound.append((tensor.max() < math.inf).reshape(1))  # attention masks are buffers of -inf
     return names, torch.cat([flags.to(worker.device) for flags in sound])
@@ -417,39 +427,11 @@ def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
 Named = tuple[str, Any]
 
 
-def _strict(worker: Worker) -> Iterator[Named]:
-    for kind, model in _models(worker):
-        yield from _floats((f"{kind} {name}", p) for name, p in model.named_parameters())
-    if worker.optimizer is not None:
-        yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
-
-
-def _buffers(worker: Worker) -> Iterator[Named]:
-    for _, model in _models(worker):
-        yield from _floats((f"buffer {name}", b) for name, b in model.named_buffers())
-
-
-def _models(worker: Worker) -> list[Named]:
-    models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
-    return [(kind, strategies.plain(model)) for kind, model in models if model is not None]
-
-
 def _floats(named: Iterable[Named]) -> Iterator[Named]:
-    for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.is_floating_point() and local.numel():
+    for name, value in named:
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if isinstance(local, torch.Tensor) and local.is_floating_point() and local.numel():
             yield name, local.detach()
-
-
-def _flat(name: str, tree: Any) -> Iterator[Named]:
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _flat(f"{name} {key}", value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _flat(name, value)
 
 
 def begin(

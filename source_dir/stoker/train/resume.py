@@ -195,10 +195,8 @@ def check_same_run(
     if problems:
         raise UsageError(*problems)
     train = config.train
-    batch, old_batch = (
-        train.batch_size * train.accumulate_steps * workers,
-        start.meta["global_batch"],
-    )
+    batch = train.batch_size * train.accumulate_steps * workers
+    old_batch = start.meta["global_batch"]
     if batch != old_batch:
         log(
             f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"

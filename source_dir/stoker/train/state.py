@@ -99,9 +99,8 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     call = worker.coordinator.epoch_done.remote(
         worker.attempt, feed.split, feed.epoch, worker.rank, used, steps
     )
-    longest_s = max(
-        RANKS_S, worker.config.data.stall_timeout_s
-    )  # so long may one of them wait for rows
+    # So long may one of them wait for rows.
+    longest_s = max(RANKS_S, worker.config.data.stall_timeout_s)
     while not ray.wait([call], timeout=RANKS_S / 10)[0]:
         if (
             silent_s := ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)

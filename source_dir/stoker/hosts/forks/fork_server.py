@@ -78,9 +78,8 @@ def answer(connection: socket.socket, listening: socket.socket) -> None:
         while not asked.endswith(b"\n") and (more := connection.recv(1 << 20)):
             asked += more
         request = json.loads(asked)
-        connection.sendall(
-            b"1"
-        )  # fails if the worker no longer waits and has started without a fork
+        # Fails if the worker no longer waits and has started without a fork.
+        connection.sendall(b"1")
         if os.fork() == 0:
             run(request, files, (listening, connection))
         connection.sendall(b"1")

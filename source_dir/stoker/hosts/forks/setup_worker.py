@@ -22,9 +22,8 @@ def main(given: list[str]) -> None:
         os.environ.update(context.get("env_vars") or {})
         os.chdir(working_dir_of(context) or ".")
         sys.argv = [a for a in given if not a.startswith((CONTEXT, LANGUAGE))]
-        runpy.run_path(
-            sys.argv[0], run_name="__main__"
-        )  # a second interpreter would take longer to start
+        # A second interpreter would take longer to start.
+        runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         command = [str(Path(os.environ["STOKER_RAY_WORKERS"]) / "setup_worker.py"), *given]
         os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command

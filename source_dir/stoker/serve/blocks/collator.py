@@ -70,11 +70,8 @@ class Collator:
         )
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, max_retries=RETRIES)(collate_on_host)
-        self._service, self._transport, self._timeout_s = (
-            service,
-            transport,
-            config.data.stall_timeout_s,
-        )
+        self._service, self._transport = service, transport
+        self._timeout_s = config.data.stall_timeout_s
         self._hosts = CollatePlacement(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:

@@ -104,10 +104,8 @@ class BlockFolder:
             raise OSError("too many mapped blocks: each has a file descriptor")
         for root in self.roots[:-1]:
             with contextlib.suppress(FileNotFoundError):
-                content, taken = (
-                    _mapped(root / name, mmap.ACCESS_COPY),
-                    root / f"{name}.{os.getpid()}{TAKEN}",
-                )
+                content = _mapped(root / name, mmap.ACCESS_COPY)
+                taken = root / f"{name}.{os.getpid()}{TAKEN}"
                 (root / name).rename(taken)
                 _taken.add(taken)
                 weakref.finalize(content, self._give_back, taken, len(_forks)).atexit = False

@@ -84,9 +84,8 @@ class Room:
             out = torch.empty(0, dtype=first.dtype).set_(storage).resize_(len(batch), *first.shape)
             return torch.stack(list(batch), 0, out=out)
 
-        if (
-            default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
-        ):  # not if the user has another
+        # Not if the user has another.
+        if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
             default_collate_fn_map[torch.Tensor] = stack
         try:
             yield
@@ -117,9 +116,8 @@ class Room:
             size = sum(aligned(len(array)) for array in arrays) + spare
             if self._size < size <= LARGEST:
                 self._size = size + size // 8
-                self._pool = BufferPool(
-                    pinned=False
-                )  # drops the smaller buffers once they are unused
+                # Drops the smaller buffers once they are unused.
+                self._pool = BufferPool(pinned=False)
             flat, end = self._empty(size), 0
         else:
             flat, end = self._flat, self._end
