@@ -109,6 +109,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.user_properties.append(DOCUMENTED)
 
 
+@pytest.fixture(autouse=True)
+def other_tests_are_no_part_of_the_script(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of `stoker.DataLoader` looks through the script's modules: all test files, otherwise."""
+    if (state := sys.modules.get("stoker.loader.script_state")) is None:
+        return
+    own, this = state.is_own_file, str(request.path)
+
+    def is_own_file(file: str | None) -> bool:
+        return bool(own(file)) and (file == this or not Path(str(file)).name.startswith("test_"))
+
+    monkeypatch.setattr(state, "is_own_file", is_own_file)
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Written once for all test processes, which only read it."""
