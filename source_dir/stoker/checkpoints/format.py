@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -94,7 +93,7 @@ def save(store: CheckpointStore, content: Content) -> Checkpoint:
         # safetensors and torch do not report a full disk clearly; measure it while the draft is there.
         cause, disk = " ".join(str(error).split()) or type(error).__name__, store.free_text()
         if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)
+            store.discard(draft)
         parts = [disk, cause] if disk.endswith(FULL) else [cause, disk]
         raise CheckpointError(
             f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"

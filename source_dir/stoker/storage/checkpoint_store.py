@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -37,7 +36,8 @@ LEAST_FREE_MB = 0.5
 _CHUNK_BYTES = 16 * 2**20
 _AHEAD_BYTES = 16 * _CHUNK_BYTES
 """pyarrow uploads in the background, and keeps in memory what is not uploaded yet: so much at most."""
-COPIES = "stoker-checkpoints-"
+COPIES, DRAFT = "stoker-checkpoints-", ".draft-"
+"""Prefixes of folders that a process removes, or the next one if it was killed."""
 
 
 def open_store(where: str, synced: bool = False) -> CheckpointStore:
@@ -66,6 +66,8 @@ class FolderStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.where = str(folder)
+        self._lock: int | None = None
+        """That of the folder of its draft."""
 
     def names(self) -> list[str]:
         if not self.folder.is_dir():
@@ -79,20 +81,28 @@ class FolderStore:
         return sha256(self.folder / name / file)
 
     def draft(self) -> Path:
+        """In a folder of this writer, which that of the next draft removes once this one is gone."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        sweep_drafts(self.folder)
-        return new_draft(self.folder)
+        sweep(self.folder, DRAFT)
+        work = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
+        self._lock = own(work)
+        (work / "draft").mkdir()
+        return work / "draft"
+
+    def discard(self, draft: Path) -> None:
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def publish(self, draft: Path, name: str) -> None:
         """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
         for path in draft.iterdir():
             sync(path)
-        draft.chmod(0o755)  # a temporary folder is readable by its owner only
-        before = new_draft(self.folder)
         # Each writer moves the previous one into its own folder; of two at once, the later one stays.
         while True:
             with contextlib.suppress(FileNotFoundError):
-                (self.folder / name).rename(before / uuid.uuid4().hex)
+                (self.folder / name).rename(draft.with_name(uuid.uuid4().hex))
             try:
                 draft.rename(self.folder / name)
                 break
@@ -100,7 +110,7 @@ class FolderStore:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         sync(self.folder)
-        shutil.rmtree(before, ignore_errors=True)
+        self.discard(draft)
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
@@ -156,6 +166,9 @@ class CopyStore:
     def draft(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._copies))
 
+    def discard(self, draft: Path) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+
     def publish(self, draft: Path, name: str) -> None:
         """Replace what an earlier start left under this name; where nothing may be removed, overwrite it."""
         from pyarrow import fs
@@ -179,7 +192,7 @@ class CopyStore:
                     target.write(chunk)
                     if source.tell() % _AHEAD_BYTES == 0:
                         target.flush()
-        shutil.rmtree(draft, ignore_errors=True)
+        self.discard(draft)
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
@@ -352,47 +365,6 @@ def disk_text(folder: Path) -> str:
     return f"the disk mounted at {mount} has {free:.0f} of {total:.0f} MB free"
 
 
-DRAFT = ".draft-"
-UNLOCKED_S = 60.0
-"""A draft still unlocked after this time was left by a killed process."""
-UNKNOWN_S = 3600.0
-"""The same if the file system has no locks; no write leaves all files of a draft alone for so long."""
-_held: dict[Path, int] = {}
-"""Drafts of this process and the descriptors that lock them."""
-_lock = threading.Lock()
-
-
-def new_draft(folder: Path) -> Path:
-    """Create an empty folder, locked until it is moved away or this process ends."""
-    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
-    descriptor = os.open(draft, os.O_RDONLY)
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    with _lock:
-        _held[draft] = descriptor
-    return draft
-
-
-def sweep_drafts(folder: Path) -> None:
-    """Remove the drafts in `folder` whose writers are gone."""
-    with _lock:
-        for draft in [path for path in _held if not path.exists()]:
-            os.close(_held.pop(draft))
-    for draft in folder.glob(f"{DRAFT}*"):
-        with contextlib.suppress(OSError):
-            if _abandoned(draft):
-                shutil.rmtree(draft, ignore_errors=True)
-
-
-def _abandoned(draft: Path) -> bool:
-    age_s = time.time() - max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
-    descriptor = os.open(draft, os.O_RDONLY)
-    try:
-        return not _is_locked(descriptor) and age_s > UNLOCKED_S
-    except OSError:
-        return age_s > UNKNOWN_S
-
-
 def _is_locked(descriptor: int) -> bool:
     """Closes it. OSError: the file system has no locks."""
     try:
@@ -405,7 +377,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 OWNER = "owner"
-"""A file in the folder that its cleaner keeps locked."""
+"""A file in a folder that whoever uses it keeps locked."""
 LEFT_AFTER_S = 600.0
 """A folder of this age that was never locked is left over, too."""
 # When a worker ends, Ray kills its children but not their children. Processes that are ending may still write
@@ -438,13 +410,14 @@ class Cleaner:
         self._pipe = shell.stdin
 
 
-def own(folder: Path) -> None:
-    """Keep the cleaners of others from removing a folder while this process lives."""
+def own(folder: Path) -> int:
+    """Keep others from sweeping a folder while this process lives; the descriptor of its lock."""
     draft = folder / f"{OWNER}.new"
-    lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)  # stays open until the process ends
+    lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):  # a file system without locks, on which nothing is swept
         fcntl.flock(lock, fcntl.LOCK_EX)
     draft.rename(folder / OWNER)  # locked from its first moment
+    return lock
 
 
 def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
