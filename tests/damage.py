@@ -1,4 +1,4 @@
-"""Data on disk that tests write, damage and read through the sources."""
+"""Data on disk that tests damage, and records as sources and chains make them of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from ray import cloudpickle
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.data import read_any
@@ -75,6 +77,18 @@ def preprocessed(
     source = data.sources[split]
     for shard in source.shards(records, None):
         yield data.chains[split].run(source.for_workers().read(shard, None), epoch=0)
+
+
+def chained(
+    records: Iterable[Any], *entries: Any, epoch: int = 0, seed: int = 0, **options: Any
+) -> tuple[dict[str, Any], BlockReport]:
+    """Records through a chain of these entries, as a chain worker runs it."""
+    return Chain(as_stages([*entries]), seed, **options).run(records, epoch)
+
+
+def reasons(report: BlockReport) -> list[str]:
+    """Why records were quarantined."""
+    return [bad.reason for bad in report.bad]
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from damage import chained
 from PIL import Image
+from spoilt import encoded
 from torchvision.transforms import v2
 
-from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.stages import RecordTransform
-from stoker.chain.transforms import CheckLabel, DecodeImage
+from stoker.data import CheckLabel, DecodeImage, RecordTransform
 from stoker.errors import ChainError, UsageError
 from stoker.protocol import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
 from stoker.read.sources import record_id
@@ -22,38 +21,31 @@ from stoker.read.sources import record_id
 IMAGE = "image" + HWC_SUFFIX
 
 
-def jpeg(seed: int, size: tuple[int, int] = (48, 40), quality: int = 95, **options: Any) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "JPEG", quality=quality, **options)
-    return content.getvalue()
+def jpeg(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+    return encoded("JPEG", Image.fromarray(pixels), quality=95)
 
 
 def records(n: int) -> list[Record]:
     return [{"key": f"r{i}", "image": jpeg(i), "label": i % 3} for i in range(n)]
 
 
-def random_chain() -> Chain:
-    chain = [DecodeImage(), v2.RandomResizedCrop(32, antialias=True), v2.RandomHorizontalFlip()]
-    return Chain(as_stages(chain), seed=7)
+def cropped(rows: list[Record], epoch: int) -> Any:
+    crop = v2.RandomResizedCrop(32, antialias=True)
+    columns, _ = chained(rows, DecodeImage(), crop, v2.RandomHorizontalFlip(), seed=7, epoch=epoch)
+    return columns[IMAGE]
 
 
-def test_where_a_record_is_processed_does_not_change_it() -> None:
-    together, _ = random_chain().run(records(6), epoch=3)
+def test_where_a_record_is_processed_does_not_change_it_but_the_epoch_does() -> None:
+    together = cropped(records(6), epoch=3)
     for i in (4, 1):
-        alone, _ = random_chain().run([records(6)[i]], epoch=3)
-        assert np.array_equal(alone[IMAGE][0], together[IMAGE][i])
+        assert np.array_equal(cropped([records(6)[i]], epoch=3)[0], together[i])
+    assert not np.array_equal(together, cropped(records(6), epoch=1))
 
 
 def test_text_counts_with_its_length_in_the_size_of_a_block() -> None:
-    _, report = Chain([], 0).run([{"key": str(i), "text": "x" * 1000} for i in range(8)], epoch=0)
+    _, report = chained({"key": str(i), "text": "x" * 1000} for i in range(8))
     assert 8_000 <= report.bytes_out < 9_000
-
-
-def test_another_epoch_and_another_seed_change_it() -> None:
-    first, _ = random_chain().run(records(4), epoch=0)
-    second, _ = random_chain().run(records(4), epoch=1)
-    assert not np.array_equal(first[IMAGE], second[IMAGE])
 
 
 def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
@@ -70,8 +62,8 @@ def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
     def double(batch: dict[str, Any]) -> dict[str, Any]:
         return {**batch, "x": batch["x"] * 2}
 
-    chain = Chain(as_stages([Add(), double, scaler, ("again", Add())]), seed=0)
-    columns, report = chain.run([{"key": str(i), "x": float(i)} for i in range(3)], epoch=0)
+    rows = [{"key": str(i), "x": float(i)} for i in range(3)]
+    columns, report = chained(rows, Add(), double, scaler, ("again", Add()))
     expected = (pd.Series([2.0, 4.0, 6.0]) - 2.0) / 2.0 + 1.0
     assert columns["x"].tolist() == expected.tolist()
     assert list(report.costs) == ["read", "Add", "double", "StandardScaler", "again"]
@@ -83,27 +75,23 @@ def test_the_labels_of_a_series_say_whose_its_rows_are(index: list[int], kind: A
     import pandas as pd
 
     def run(values: Any) -> Any:
-        chain = Chain(as_stages([lambda batch: {**batch, "y": values}]), seed=0)
-        return chain.run([{"key": str(i), "x": i} for i in range(3)], epoch=0)[0]["y"].tolist()
+        rows = [{"key": str(i), "x": i} for i in range(3)]
+        return chained(rows, lambda batch: {**batch, "y": values})[0]["y"].tolist()
 
     series = pd.Series([5.0, 6.0, 7.0], index=pd.Index(index).astype(kind))
     if sorted(index) == [0, 1, 2] and kind != "str":
         assert run(series) == [6, 7, 5]
     else:
-        with pytest.raises(
-            ChainError, match="column y is a pandas Series whose index has other labels"
-        ):
+        says = "column y is a pandas Series whose index has other labels"
+        with pytest.raises(ChainError, match=says):
             run(series)
     assert run(series.reset_index(drop=True)) == run(series.to_numpy()) == [5, 6, 7]
 
 
 def test_of_equal_keys_a_bad_record_is_taken_for_the_first() -> None:
     """Else one whose row was trained could seem to lie behind those."""
-    rows: list[Any] = [
-        BadRecord("1", "cannot be read"),
-        *({"key": str(i), "x": i} for i in range(3)),
-    ]
-    _, report = Chain(as_stages([]), seed=0).run(rows, epoch=0)
+    rows = [{"key": str(i), "x": i} for i in range(3)]
+    _, report = chained([BadRecord("1", "cannot be read"), *rows])
     assert [bad.place for bad in report.bad] == [0]
 
 
@@ -111,8 +99,8 @@ def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> N
     rows = records(4)
     rows[1]["image"] = rows[1]["image"][:300]
     rows[2]["label"] = 9
-    chain = Chain(as_stages([DecodeImage(), CheckLabel(3)]), seed=0)
-    columns, report = chain.run([*rows, BadRecord("r9", "cannot be read")], epoch=0)
+    rows += [BadRecord("r9", "cannot be read")]  # type: ignore[list-item]
+    columns, report = chained(rows, DecodeImage(), CheckLabel(3))
     assert len(columns[ID_COLUMN]) == 2
     assert report.records == 5
     assert report.id_sum == sum(map(record_id, ["r0", "r1", "r2", "r3", "r9"]))
@@ -124,30 +112,20 @@ def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> N
     assert reasons["r2"] == "CheckLabel: ValueError: label 9 is outside 0…2"
 
 
-def test_decoded_images_travel_height_width_channels_and_say_so() -> None:
-    columns, _ = Chain(as_stages([DecodeImage()]), seed=0).run(records(2), epoch=0)
-    assert columns[IMAGE].shape == (2, 40, 48, 3)
-    assert columns[IMAGE].dtype == np.uint8
+MISFITS: list[tuple[list[Any], list[dict[str, Any]], str]] = [
+    ([], [{"image": b"x"}], "still encoded bytes; add DecodeImage"),
+    ([], [{"x": np.zeros(2)}, {"x": np.zeros(3)}], "differs in shape"),
+    ([], [{"x": 1}, {"x": 0.5}], "column 'x' is float64 in record 1, int64 in"),
+    ([lambda batch: 3], [{"x": 1}], "did not return a dict"),
+]
 
 
-@pytest.mark.parametrize(
-    ("stages", "rows", "expected"),
-    [
-        ([], [{"key": "a", "image": b"x"}], "still encoded bytes; add DecodeImage"),
-        ([], [{"key": "a", "x": np.zeros(2)}, {"key": "b", "x": np.zeros(3)}], "differs in shape"),
-        (
-            [],
-            [{"key": "a", "x": 1}, {"key": "b", "x": 0.5}],
-            "column 'x' is float64 in record b, int64 in",
-        ),
-        ([lambda batch: 3], [{"key": "a", "x": 1}], "did not return a dict"),
-    ],
-)
+@pytest.mark.parametrize(("stages", "rows", "expected"), MISFITS)
 def test_records_that_do_not_fit_together_end_the_run(
     stages: Any, rows: Any, expected: str
 ) -> None:
     with pytest.raises(ChainError, match=expected):
-        Chain(as_stages(stages), seed=0).run(rows, epoch=0)
+        chained([{"key": str(i), **row} for i, row in enumerate(rows)], *stages)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +138,7 @@ def test_records_that_do_not_fit_together_end_the_run(
 )
 def test_what_cannot_stand_in_a_chain_is_refused_by_name(entry: Any, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        as_stages([entry])
+        chained([], entry)
 
 
 @pytest.mark.parametrize("shape", [(40, 48, 3), (3, 40, 48), (28, 28, 1), (16, 32, 64), (5, 6, 4)])
@@ -173,7 +151,7 @@ def test_arrays_are_height_by_width_by_channels_and_tensors_have_channels_first(
 ) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     image = torch.from_numpy(pixels) if tensor else pixels
-    columns, report = Chain(as_stages(entries), seed=0).run([{"key": "a", "image": image}], epoch=0)
+    columns, report = chained([{"key": "a", "image": image}], *entries)
     assert not report.bad
     first = columns[IMAGE].transpose(0, 3, 1, 2) if IMAGE in columns else columns["image"]
     expected = pixels if tensor else pixels.transpose(2, 0, 1)

@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from damage import DAMAGES, SEED, Damage, checked, damages, keys, records, tar_of
+from damage import DAMAGES, SEED, Damage, chained, checked, damages, keys, records, tar_of
 from PIL import Image
 from pyarrow import parquet
+from spoilt import encoded
 
 from recipes.audio import RATE, Spectrogram
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
-from stoker.chain.transforms import DecodeImage
-from stoker.data import read_images
+from stoker.data import DecodeImage, read_images
 from stoker.errors import ChainError, UsageError
 from stoker.protocol import HWC_SUFFIX, KEY_COLUMN, BadRecord
 
@@ -43,9 +41,7 @@ MOST_ABORTED = 0.002
 def photo(seed: int) -> bytes:
     rng = np.random.default_rng(seed)
     image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((64, 48))
-    content = io.BytesIO()
-    image.save(content, "JPEG", quality=90, progressive=seed % 2 == 1)
-    return content.getvalue()
+    return encoded("JPEG", image, quality=90, progressive=seed % 2 == 1)
 
 
 def shard() -> bytes:
@@ -131,9 +127,9 @@ class Folder:
 
 def decoded(root: Path) -> list[Any]:
     source = checked(read_images(str(root), "train"))
-    chain = Chain(as_stages([DecodeImage()]), seed=0, with_keys=True)
     [shard] = source.shards(1000, None)
-    columns, report = chain.run(source.for_workers().read(shard, None), epoch=0)
+    records = source.for_workers().read(shard, None)
+    columns, report = chained(records, DecodeImage(), with_keys=True)
     good = dict(zip(columns[KEY_COLUMN], columns["image" + HWC_SUFFIX], strict=True))
     bad = {record.key: record for record in report.bad}
     return [bad.get(key) or {"key": key, "image": good[key].tobytes()} for key, *_ in source.files]  # type: ignore[attr-defined]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from damage import chained, reasons
 from PIL import Image
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -31,10 +33,7 @@ from stoker.data import (
     Rename,
 )
 from stoker.errors import UsageError
-from stoker.protocol import BlockReport
 from stoker.read.host_cache import KeptRecord, decode, encode
-
-Columns = tuple[dict[str, Any], BlockReport]
 
 
 def encoded(pixels: Any, kind: str = "PNG", turn: int = 1, **options: Any) -> bytes:
@@ -54,14 +53,7 @@ def pair(key: str, size: tuple[int, int] = (20, 30)) -> dict[str, Any]:
     return {"key": key, "image": encoded(image), "mask": encoded(mask)}
 
 
-def run(records: list[dict[str, Any]], *entries: Any, epoch: int = 0) -> Columns:
-    return Chain(as_stages([*entries]), seed=5).run(records, epoch)
-
-
-def reasons(report: BlockReport) -> list[str]:
-    return [bad.reason for bad in report.bad]
-
-
+run = partial(chained, seed=5)
 FLIP, CROP = v2.RandomHorizontalFlip(0.5), v2.RandomCrop(12)
 DECODE = [DecodeImage(), DecodeMask()]
 
@@ -103,7 +95,8 @@ MOVED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("case", MOVED)
 def test_a_declared_mask_moves_with_its_image(case: str) -> None:
-    columns, report = run([{**pair(str(i)), "label": i % 9} for i in range(40)], *MOVED[case])
+    records = [{**pair(str(i)), "label": i % 9} for i in range(40)]
+    columns, report = run(records, *MOVED[case])
     assert not report.bad
     assert type(columns["mask"]) is np.ndarray and columns["mask"].shape == (40, 12, 12)
     assert (columns["image"] == 40 * columns["mask"][:, None]).all()
@@ -145,11 +138,8 @@ def test_types_of_torchvision_that_a_dataset_returns_are_declarations() -> None:
     assert columns["boxes"].tolist() == [[[21, 4, 27, 9]]]
     assert columns["keypoints"].tolist() == [[[26, 3], [-1, 0]]]
     assert np.array_equal(columns["plain"][0], image[..., 1]), "nothing declares it"
-    _, report = run([record], v1.RandomRotation(9))
-    assert (
-        "RandomRotation of torchvision.transforms moves the image without mask"
-        in reasons(report)[0]
-    )
+    [reason] = reasons(run([record], v1.RandomRotation(9))[1])
+    assert "RandomRotation of torchvision.transforms moves the image without mask" in reason
     assert not run([record], v1.ColorJitter(0.1))[1].bad
 
 
@@ -182,8 +172,7 @@ def test_a_cached_record_keeps_its_declarations() -> None:
 def test_collate_gets_plain_tensors() -> None:
     from stoker.chain.collating import records_of
 
-    chain = Chain(as_stages([*DECODE, CROP]), seed=0, collate=lambda records: {})
-    columns, _ = chain.run([pair("0")], 0)
+    columns, _ = run([pair("0")], *DECODE, CROP, collate=lambda records: {})
     [record] = records_of(columns["__record"])
     assert type(record["mask"]) is type(record["image"]) is np.ndarray
 
@@ -195,27 +184,28 @@ class Made(RecordTransform):
         return {**record, "boxes": [[0, 0, 4, 4]]}
 
 
-@pytest.mark.parametrize(
-    ("entries", "refused"),
-    [
-        ([DecodeImage(), FLIP, DecodeMask()], True),
-        ([DecodeImage(), RandomHorizontalFlip(), DecodeMask()], True),
-        ([DecodeImage(), v2.RandAugment(), DecodeMask()], True),
-        ([DecodeImage(), v1.RandomRotation(9), DecodeMask()], True),
-        ([DecodeImage(), FLIP, Joint(CROP)], True),
-        ([DecodeImage(), FLIP, Drop("x"), Boxes()], True),
-        ([*DECODE, FLIP, Joint(CROP)], False),
-        ([DecodeImage(), v2.ColorJitter(), DecodeMask()], False),
-        ([DecodeImage(), v2.Resize(9), DecodeMask()], False),
-        ([DecodeImage(), FLIP, Made(), Boxes()], False),
-    ],
-)
-def test_an_image_is_not_moved_before_its_mask_is_declared(entries: Any, refused: bool) -> None:
-    if not refused:
-        as_stages(entries)
-        return
+MOVES_FIRST: list[list[Any]] = [
+    [DecodeImage(), FLIP, DecodeMask()],
+    [DecodeImage(), RandomHorizontalFlip(), DecodeMask()],
+    [DecodeImage(), v2.RandAugment(), DecodeMask()],
+    [DecodeImage(), v1.RandomRotation(9), DecodeMask()],
+    [DecodeImage(), FLIP, Joint(CROP)],
+    [DecodeImage(), FLIP, Drop("x"), Boxes()],
+]
+MOVES_BOTH: list[list[Any]] = [
+    [*DECODE, FLIP, Joint(CROP)],
+    [DecodeImage(), v2.ColorJitter(), DecodeMask()],
+    [DecodeImage(), v2.Resize(9), DecodeMask()],
+    [DecodeImage(), FLIP, Made(), Boxes()],
+]
+
+
+@pytest.mark.parametrize("entries", MOVES_FIRST)
+def test_an_image_is_not_moved_before_its_mask_is_declared(entries: list[Any]) -> None:
     with pytest.raises(UsageError, match="moves the image before"):
-        as_stages(entries)
+        run([], *entries)
+    for others in MOVES_BOTH:
+        run([], *others)
 
 
 def boxed(boxes: Any, width: int = 60, **more: Any) -> dict[str, Any]:
@@ -223,25 +213,17 @@ def boxed(boxes: Any, width: int = 60, **more: Any) -> dict[str, Any]:
 
 
 def test_boxes_follow_their_image_and_those_outside_go_with_their_labels() -> None:
-    def record(key: str) -> dict[str, Any]:
-        mask = np.zeros((20, 30), np.uint8)
-        mask[4:9, 2:8], mask[12:15, 20:29] = 1, 2
-        boxes = np.array([[2, 4, 8, 9], [20, 12, 29, 15]], np.float32)
-        image = np.repeat(mask[..., None], 3, 2)
-        return {
-            "key": key,
-            "image": image,
-            "mask": mask,
-            "boxes": boxes,
-            "labels": np.array([1, 2]),
-        }
-
+    mask = np.zeros((20, 30), np.uint8)
+    mask[4:9, 2:8], mask[12:15, 20:29] = 1, 2
+    boxes = np.array([[2, 4, 8, 9], [20, 12, 29, 15]], np.float32)
+    image, labels = np.repeat(mask[..., None], 3, 2), np.array([1, 2])
+    record = {"image": image, "mask": mask, "boxes": boxes, "labels": labels}
+    records = [{"key": str(i), **record} for i in range(40)]
     crop = v2.Compose([v2.RandomCrop(10), FLIP, v2.SanitizeBoundingBoxes()])
     pads = {"boxes": Pad(0), "labels": Pad(-1)}
     counts = set()
     for entries in ([Joint(crop, boxes=["boxes"])], [DecodeMask(), Boxes(), crop]):
-        chain = Chain(as_stages([DecodeImage(), *entries]), seed=5, pads=pads)
-        columns, report = chain.run([record(str(i)) for i in range(40)], 0)
+        columns, report = run(records, DecodeImage(), *entries, pads=pads)
         assert not report.bad
         for i in range(40):
             mask = columns["mask"][i]
@@ -331,38 +313,23 @@ class Halve(RecordTransform):
         return {**record, "image": record["image"][::2]}
 
 
+def unlike(*shape: int, kind: str = "PNG") -> dict[str, Any]:
+    return {"mask": encoded(np.zeros(shape, np.uint8), kind)}
+
+
+POINTS = {"keypoints": np.ones((5, 3))}
 UNFIT: dict[str, tuple[dict[str, Any], list[Any], str]] = {
-    "other size": (
-        {"mask": encoded(np.zeros((20, 29), np.uint8))},
-        [CROP],
-        "mask has size (20, 29), its",
-    ),
-    "other size, no transform": (
-        {"mask": encoded(np.zeros((20, 29), np.uint8))},
-        [],
-        "mask has size (20, 29), its",
-    ),
+    "other size": (unlike(20, 29), [CROP], "mask has size (20, 29), its"),
+    "other size, no transform": (unlike(20, 29), [], "mask has size (20, 29), its"),
     "image changed alone": ({}, [Halve()], "mask has size (20, 30), its image (10, 30)"),
-    "colours": (
-        {"mask": encoded(np.zeros((20, 30, 3), np.uint8))},
-        [],
-        "a PNG of mode RGB holds no class",
-    ),
-    "JPEG": ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, [], "a lossy compression"),
+    "colours": (unlike(20, 30, 3), [], "a PNG of mode RGB holds no class"),
+    "JPEG": (unlike(20, 30, kind="JPEG"), [], "a lossy compression"),
     "no image": ({"mask": b"<html>404"}, [], "mask: not an image (first bytes b'<html>40')"),
     "text": ({"mask": "a.png"}, [], "mask is a str, not a mask"),
     "NULL": ({"mask": None}, [], "column 'mask' is NULL"),
-    "key points with visibility": (
-        {"keypoints": np.ones((5, 3))},
-        [KeyPoints()],
-        "key points are … × 2",
-    ),
+    "key points with visibility": (POINTS, [KeyPoints()], "key points are … × 2"),
     "flat boxes": ({"boxes": [1, 2, 3, 4]}, [Boxes()], "boxes are number × 4"),
-    "encoded": (
-        {"seg": pair("0")["mask"]},
-        [Joint(CROP, masks=["seg"])],
-        "put DecodeMask('seg') before",
-    ),
+    "encoded": ({"seg": b"x"}, [Joint(CROP, masks=["seg"])], "put DecodeMask('seg') before"),
 }
 
 
@@ -384,15 +351,10 @@ def test_rows_that_go_with_boxes_are_not_those_of_a_mask() -> None:
     assert columns["mask"].shape == (1, 2, 3, 60)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        DecodeMask("maks"),
-        Joint(v2.Identity(), masks=["maks"]),
-        Boxes("maks"),
-        DecodeVideo(2, column="maks"),
-    ],
-)
+MISSPELT = [Joint(v2.Identity(), masks=["maks"]), DecodeVideo(2, column="maks")]
+
+
+@pytest.mark.parametrize("entry", [DecodeMask("maks"), Boxes("maks"), *MISSPELT])
 def test_a_misspelt_column_is_named_with_the_closest(entry: Any) -> None:
     _, report = run([pair("0")], DecodeImage(), ("stage", entry))
     line = "stage: LookupError: no column 'maks'; did you mean mask? (columns: image, mask)"
@@ -416,6 +378,8 @@ def opened(content: bytes, loaded: bool = True) -> Image.Image:
     return image
 
 
+BLACK = np.zeros((24, 32, 3), np.uint8)
+PLANES = np.arange(12)[:, None, None] == NUMBERS
 CLASSES: dict[str, tuple[Any, Any]] = {
     **{
         f"{kind} {options}": (encoded(NUMBERS, kind, **options), NUMBERS)
@@ -434,10 +398,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "an opened palette": (opened(palette(), loaded=False), NUMBERS),
     "black and white": (Image.fromarray(NUMBERS > 5), NUMBERS > 5),
     "an array": (NUMBERS.astype(np.int64), NUMBERS.astype(np.int64)),
-    "one plane for each class": (
-        np.arange(12)[:, None, None] == NUMBERS,
-        np.arange(12)[:, None, None] == NUMBERS,
-    ),
+    "one plane for each class": (PLANES, PLANES),
     "a tensor": (torch.from_numpy(NUMBERS), NUMBERS),
 }
 
@@ -445,9 +406,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("case", CLASSES)
 def test_the_numbers_of_a_mask_are_its_classes(case: str) -> None:
     mask, expected = CLASSES[case]
-    columns, report = run(
-        [{"key": "a", "image": np.zeros((24, 32, 3), np.uint8), "mask": mask}], *DECODE
-    )
+    columns, report = run([{"key": "a", "image": BLACK, "mask": mask}], *DECODE)
     assert not report.bad
     assert np.array_equal(columns["mask"][0], expected)
     assert columns["mask"].dtype == (np.uint8 if case == "black and white" else expected.dtype)
@@ -463,7 +422,7 @@ def test_the_numbers_of_a_mask_are_its_classes(case: str) -> None:
     ],
 )
 def test_a_file_whose_numbers_are_not_those_written_is_no_mask(mask: bytes, expected: str) -> None:
-    _, report = run([{"key": "a", "image": np.zeros((24, 32, 3), np.uint8), "mask": mask}], *DECODE)
+    _, report = run([{"key": "a", "image": BLACK, "mask": mask}], *DECODE)
     assert expected in reasons(report)[0]
 
 
@@ -545,7 +504,7 @@ def test_a_mask_is_turned_by_an_exif_of_its_own(of_image: int, of_mask: int, kin
 
 def test_a_mask_that_is_decoded_before_the_image_is_refused_since_its_exif_is_lost() -> None:
     with pytest.raises(UsageError, match=r"put DecodeImage\(\) before DecodeMask\(\)"):
-        as_stages([DecodeMask(), DecodeImage()])
+        run([], DecodeMask(), DecodeImage())
 
 
 def test_a_decoder_of_the_users_own_need_not_call_the_constructor_of_stokers() -> None:

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import spoilt
 import torch
+from damage import chained
 from PIL import Image, ImageOps
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
 from stoker.chain.picture import Picture
-from stoker.chain.transforms import CheckLabel, DecodeImage, GaussianBlurs, RandomResizedCrop
+from stoker.chain.transforms import GaussianBlurs
+from stoker.data import CheckLabel, DecodeImage, RandomResizedCrop
 from stoker.protocol import HWC_SUFFIX
 
 IMAGE = "image" + HWC_SUFFIX
@@ -23,21 +24,17 @@ IMAGE = "image" + HWC_SUFFIX
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8))
-    fine = Image.fromarray(
-        rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
-    )
-    big = [
-        np.asarray(i.resize((width, height), Image.Resampling.BICUBIC), dtype=float)
-        for i in (coarse, fine)
-    ]
-    return Image.fromarray((0.8 * big[0] + 0.2 * big[1]).astype(np.uint8))
+
+    def noise(*size: int) -> Any:
+        image = Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8))
+        return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), dtype=float)
+
+    coarse, fine = noise(6, 8), noise(height // 4 + 1, width // 4 + 1)
+    return Image.fromarray((0.8 * coarse + 0.2 * fine).astype(np.uint8))
 
 
 def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, form, **({"quality": 90} if form == "JPEG" else {}), **options)
-    return content.getvalue()
+    return spoilt.encoded(form, image, **({"quality": 90} if form == "JPEG" else {}), **options)
 
 
 def reference(content: bytes, mode: str = "RGB") -> torch.Tensor:
@@ -101,9 +98,7 @@ def test_resize_and_centre_crop_equal_torchvision(
     image = photo(*size).convert({"grey JPEG": "L", "CMYK JPEG": "CMYK"}.get(form, "RGB"))
     content = encoded(image, form.split()[-1])
     chain = [DecodeImage(color), CheckLabel(2), v2.Resize(40), v2.CenterCrop(32)]  # type: ignore[arg-type]
-    columns, report = Chain(as_stages(chain), seed=0).run(
-        [{"key": "a", "image": content, "label": 1}], 0
-    )
+    columns, report = chained([{"key": "a", "image": content, "label": 1}], *chain)
     assert not report.bad
     theirs = v2.CenterCrop(32)(v2.Resize(40)(reference(content, color)))
     greatest, mean = levels(columns[IMAGE][0], theirs)
@@ -118,11 +113,8 @@ def test_boxes_are_distributed_as_torchvisions() -> None:
     theirs = np.array([list(module.make_params([image]).values())[:4] for _ in range(4000)])
     rng = np.random.default_rng(0)
     own = np.array([ours.box(90, 130, rng) for _ in range(4000)])
-    for quantile in (0.1, 0.25, 0.5, 0.75, 0.9):
-        assert (
-            np.abs(np.quantile(own, quantile, axis=0) - np.quantile(theirs, quantile, axis=0)).max()
-            <= 4
-        )
+    quantiles = (0.1, 0.25, 0.5, 0.75, 0.9)
+    assert np.abs(np.quantile(own, quantiles, 0) - np.quantile(theirs, quantiles, 0)).max() <= 4
 
 
 @pytest.mark.parametrize("damage", ["cut", "cut with an end marker", "cut below the crop"])
@@ -132,11 +124,9 @@ def test_a_truncated_jpeg_is_quarantined_never_grey(damage: str) -> None:
     if "marker" in damage:
         content += b"\xff\xd9"
     for crop in (v2.RandomResizedCrop(32), v2.Resize(32), v2.CenterCrop(400)):
-        chain = Chain(as_stages([DecodeImage(), crop]), seed=0)
-        _, report = chain.run([{"key": "a", "image": content}], epoch=0)
-        assert [bad.reason[:39] for bad in report.bad] == [
-            "DecodeImage: DecodeError: cannot be dec"
-        ]
+        _, report = chained([{"key": "a", "image": content}], DecodeImage(), crop)
+        [bad] = report.bad
+        assert bad.reason.startswith("DecodeImage: DecodeError: cannot be decoded")
 
 
 def test_fused_stages_are_one_in_the_report_and_a_user_behind_torchvision_gets_a_tensor() -> None:
@@ -146,18 +136,11 @@ def test_fused_stages_are_one_in_the_report_and_a_user_behind_torchvision_gets_a
         seen.append(batch["image"].shape)
         return batch
 
-    chain = [
-        DecodeImage(),
-        CheckLabel(2),
-        v2.RandomResizedCrop(32),
-        v2.RandomHorizontalFlip(),
-        user,
-    ]
+    chain = [DecodeImage(), CheckLabel(2), v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()]
     row = {"key": "a", "image": encoded(photo(60, 80)), "label": 1}
-    _, report = Chain(as_stages(chain), seed=0).run([row], epoch=0)
-    assert list(report.costs) == [
-        *("read", "CheckLabel", "DecodeImage+RandomResizedCrop+RandomHorizontalFlip", "user")
-    ]
+    _, report = chained([row], *chain, user)
+    fused = "DecodeImage+RandomResizedCrop+RandomHorizontalFlip"
+    assert [*report.costs] == ["read", "CheckLabel", fused, "user"]
     assert seen == [(1, 3, 32, 32)]
 
 
@@ -177,6 +160,6 @@ def test_blurs_as_one_equal_torchvision_one_after_the_other(kind: str) -> None:
 
 
 def test_a_kernel_larger_than_the_image_is_torchvisions_to_refuse() -> None:
-    chain = Chain(as_stages([v2.GaussianBlur(11), v2.GaussianBlur(11)]), seed=0)
-    _, report = chain.run([{"key": "a", "image": np.zeros((4, 4, 3), np.uint8)}], epoch=0)
+    row = {"key": "a", "image": np.zeros((4, 4, 3), np.uint8)}
+    _, report = chained([row], v2.GaussianBlur(11), v2.GaussianBlur(11))
     assert "padding" in report.bad[0].reason.lower()

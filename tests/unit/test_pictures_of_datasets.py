@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from damage import preprocessed
+from damage import chained, preprocessed, read_all
 from pictured import pixels
 from PIL import Image
+from spoilt import of
 
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
 from stoker.config.loading import load
 from stoker.data import DecodeImage, read_any, read_images, read_torch
 from stoker.errors import UsageError
@@ -25,10 +23,8 @@ from stoker.serve.opening import Data, open_data
 
 
 def opened(**params: Any) -> Data:
-    words = [f"params.{name}={value}" for name, value in params.items()]
-    return open_data(
-        load(None, ["recipe=pictured:Pictured", "data.block_records=4", *words]).config
-    )
+    job = {"recipe": "pictured:Pictured", "params": params, "data": {"block_records": 4}}
+    return open_data(load(job).config)
 
 
 def batched(data: Data) -> Any:
@@ -59,24 +55,19 @@ def test_arrays_of_mixed_channels_become_rgb(mode: str, first: str) -> None:
     assert first == "resize" or np.array_equal(found[4], pixels(4).transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (
-            {"first": "nothing"},
-            r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage",
-        ),
-        (
-            {"first": "image", "mode": "L"},
-            r"differs in shape .*DecodeImage\(\) gives all the same channels",
-        ),
-        (
-            {"first": "image", "mode": "L", "pads": True},
-            r"pad would add black channels",
-        ),
-        ({"first": "nothing", "mode": "L", "array": True}, r"differs in shape .*DecodeImage"),
-    ],
-)
+LIKE = "differs in shape .*DecodeImage"
+UNBATCHED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"first": "nothing"},
+        r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage",
+    ),
+    ({"first": "image", "mode": "L"}, LIKE + r"\(\) gives all the same channels"),
+    ({"first": "image", "mode": "L", "pads": True}, "pad would add black channels"),
+    ({"first": "nothing", "mode": "L", "array": True}, LIKE),
+]
+
+
+@pytest.mark.parametrize(("params", "expected"), UNBATCHED)
 def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
     params: dict[str, Any], expected: str
 ) -> None:
@@ -86,11 +77,9 @@ def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
 
 
 def test_undecoded_images_of_hugging_face_are_their_bytes() -> None:
-    content = io.BytesIO()
-    Image.fromarray(pixels(1)).save(content, "PNG")
-    source = read_torch([{"image": {"bytes": content.getvalue(), "path": "a.png"}, "label": 1}])
-    [record] = source.read(source.shards(1, None)[0], None)
-    columns, report = Chain(as_stages([DecodeImage()]), 0).run([record], 0)
+    content = of(pixels(1), "PNG")
+    row = {"image": {"bytes": content, "path": "a.png"}, "label": 1}
+    columns, report = chained(read_all(read_torch([row])), DecodeImage())  # type: ignore[arg-type]
     assert not report.bad
     assert np.array_equal(columns["image__hwc"][0], pixels(1))
 
@@ -145,13 +134,11 @@ def test_the_exported_model_is_used_at_its_own_size(
             return image.float().reshape(-1, 3, 24 * 24).mean(2)
 
     batch = ({0: torch.export.Dim("batch")},)
-    torch.export.save(
-        torch.export.export(Brightest(), (example,), dynamic_shapes=batch), folder / "model.pt2"
-    )
+    model = torch.export.export(Brightest(), (example,), dynamic_shapes=batch)
+    torch.export.save(model, folder / "model.pt2")
     inputs = [{"name": "image", "dtype": "uint8", "shape": ["batch", 3, 24, 24]}]
-    (folder / "model.json").write_text(
-        json.dumps({"classes": ["red", "green", "blue"], "inputs": inputs})
-    )
+    about = {"classes": ["red", "green", "blue"], "inputs": inputs}
+    (folder / "model.json").write_text(json.dumps(about))
     Image.fromarray(np.full((70, 50, 3), (0, 200, 0), np.uint8)).save("new.jpg")
     exec(blocks("python")[-1], {})  # noqa: S102 - as a reader does
     assert capsys.readouterr().out == "green\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from damage import chained, preprocessed
 from encoders import png, smooth, tiff
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
+from spoilt import encoded, images, of
 from torchvision.transforms import v2
 from typer.testing import CliRunner
 
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
 from stoker.config.loading import load
 from stoker.data import DecodeImage
 from stoker.errors import UsageError
 from stoker.serve.opening import open_data
 from stoker_launcher.command_line import app
-
-
-def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, form, **options)
-    return content.getvalue()
 
 
 def decoded(image: Any, mode: Any = "RGB", bits: int | None = None) -> Any:
@@ -79,54 +74,30 @@ def test_grey_multiplied_by_its_alpha_is_the_grey_that_it_covers() -> None:
 
 
 SHADES = (smooth(1) * 16).astype(np.uint8)
+COLOURS = np.arange(48).reshape(16, 3) * 999
+FITS = {"SIMPLE": "T", "BITPIX": 16, "NAXIS": 2, "NAXIS1": 9, "NAXIS2": 9}
+FITS_LINES = "".join(f"{name:8}= {value:>20}".ljust(80) for name, value in FITS.items()) + "END"
+FIVE, THREE = U16[..., [0, 1, 2, 3, 0]], U16[..., :3]
+UNREADABLE = "TIFF that Pillow cannot read"
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "five bands": (
-        tiff(U16[..., [0, 1, 2, 3, 0]], photometric=1, extra=(0,) * 4),
-        "TIFF that Pillow cannot read",
-    ),
-    "three bands": (
-        tiff(U16[..., :3], photometric=1, extra=(0, 0)),
-        "TIFF that Pillow cannot read",
-    ),
+    "five bands": (tiff(FIVE, photometric=1, extra=(0,) * 4), UNREADABLE),
+    "three bands": (tiff(THREE, photometric=1, extra=(0, 0)), UNREADABLE),
     "two bands": (tiff(U8[..., :2], extra=(0,)), "2 × 8 bits, unsigned, grey"),
-    "five channels": (tiff(U16[..., [0, 1, 2, 3, 0]], extra=(0, 0)), "TIFF"),
+    "five channels": (tiff(FIVE, extra=(0, 0)), "TIFF"),
     "planes of 8 bits": (tiff(U8[..., :3], planes=True), "RGB, in separate planes"),
-    "planes of 16 bits": (tiff(U16[..., :3], planes=True, packed=True), "RGB, in separate planes"),
+    "planes of 16 bits": (tiff(THREE, planes=True, packed=True), "RGB, in separate planes"),
     "white is zero": (tiff(U8[..., :1], photometric=0), "white is zero"),
     "white is zero, 16 bits": (tiff(U16[..., :1], photometric=0), "white is zero"),
-    **{
-        f"{bits} bits": (tiff(SHADES % 2**bits, bits=bits), f"1 × {bits} bits")
-        for bits in (1, 2, 4)
-    },
+    **{f"{n} bits": (tiff(SHADES % 2**n, bits=n), f"1 × {n} bits") for n in (1, 2, 4)},
     "12 bits": (tiff(SHADES.astype(np.uint16), bits=12), "1 × 12 bits"),
     "signed bytes": (tiff(smooth(1).astype(np.int8), kind=2), "8 bits, signed"),
     "signed 16 bits": (tiff(smooth(1).astype(np.int16), kind=2), "16 bits, signed"),
     "32 bits": (tiff((smooth(1) * 2**32).astype(np.uint32)), "1 × 32 bits, unsigned"),
     "floats": (tiff(smooth(1).astype(np.float32), kind=3), "32 bits, floating-point"),
     "three floats": (tiff(smooth().astype(np.float32), kind=3), "TIFF"),
-    "a palette": (
-        tiff(SHADES, photometric=3, bits=4, palette=np.arange(48).reshape(16, 3) * 999),
-        "a palette",
-    ),
-    "a FITS file": (
-        b"".join(
-            f"{name:8}= {value:>20}".ljust(80).encode()
-            for name, value in {
-                "SIMPLE": "T",
-                "BITPIX": 16,
-                "NAXIS": 2,
-                "NAXIS1": 9,
-                "NAXIS2": 9,
-            }.items()
-        )
-        + b"END".ljust(2480)
-        + bytes(2880),
-        "FITS pixels, whose range only you can tell",
-    ),
-    "a PFM": (
-        b"Pf\n29 37\n-1.0\n" + smooth(1).astype("<f4").tobytes(),
-        "32-bit pixels, whose range only you",
-    ),
+    "a palette": (tiff(SHADES, photometric=3, bits=4, palette=COLOURS), "a palette"),
+    "a FITS file": (FITS_LINES.encode().ljust(2880) + bytes(2880), "FITS pixels, whose range only"),
+    "a PFM": (b"Pf\n29 37\n-1.0\n" + smooth(1).astype("<f4").tobytes(), "32-bit pixels, whose"),
 }
 
 
@@ -140,37 +111,23 @@ def test_pixels_without_a_known_meaning_are_refused_with_what_they_are(case: str
 PALETTE = np.random.default_rng(0).integers(0, 256, (16, 3))
 INDEX = (smooth(1) * 16).astype(np.uint8)
 ALPHA = np.where(smooth(1) > 0.5, 65535, 0).astype(np.uint16)
+PLTE = b"PLTE", PALETTE.astype(np.uint8).tobytes()
+CLEAR = b"tRNS", struct.pack(">HHH", *U16[0, 0, :3])
+DEEP_GREY, GREYS, RGB = U16[..., :1], U8[..., [0, 0, 0]], U8[..., :3]
 PNGS: dict[str, tuple[bytes, Any]] = {
-    "grey of 16 bits": (png(U16[..., :1], 0, 16), U16[..., [0, 0, 0]] >> 8),
+    "grey of 16 bits": (png(DEEP_GREY, 0, 16), GREYS),
     "grey of 4 bits": (png(INDEX, 0, 4), INDEX[..., [0, 0, 0]].astype(int) * 17),
-    "RGB of 16 bits": (png(U16[..., :3], 2, 16), U16[..., :3] >> 8),
-    "RGBA of 16 bits": (png(np.dstack([U16[..., :3], ALPHA]), 6, 16), U16[..., :3] >> 8),
-    "grey and alpha of 16 bits": (
-        png(np.dstack([U16[..., :1], ALPHA]), 4, 16),
-        U16[..., [0, 0, 0]] >> 8,
-    ),
-    "a palette": (
-        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())),
-        PALETTE[INDEX[..., 0]],
-    ),
-    "a palette with one transparent colour": (
-        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", b"\0")),
-        PALETTE[INDEX[..., 0]],
-    ),
-    "a palette with transparencies": (
-        png(
-            INDEX,
-            3,
-            4,
-            (b"PLTE", PALETTE.astype(np.uint8).tobytes()),
-            (b"tRNS", bytes(range(1, 9))),
-        ),
-        PALETTE[INDEX[..., 0]],
-    ),
-    "a transparent colour": (
-        png(U16[..., :3], 2, 16, (b"tRNS", struct.pack(">HHH", *U16[0, 0, :3]))),
-        U16[..., :3] >> 8,
-    ),
+    "RGB of 16 bits": (png(U16[..., :3], 2, 16), RGB),
+    "RGBA of 16 bits": (png(np.dstack([U16[..., :3], ALPHA]), 6, 16), RGB),
+    "grey and alpha of 16 bits": (png(np.dstack([DEEP_GREY, ALPHA]), 4, 16), GREYS),
+    "a transparent colour": (png(U16[..., :3], 2, 16, CLEAR), RGB),
+    **{
+        f"a palette, transparent: {len(clear)}": (
+            png(INDEX, 3, 4, PLTE, *([(b"tRNS", clear)] if clear else [])),
+            PALETTE[INDEX[..., 0]],
+        )
+        for clear in (b"", b"\0", bytes(range(1, 9)))
+    },
 }
 
 
@@ -201,8 +158,7 @@ def test_bits_that_cannot_be_used_are_refused() -> None:
         decoded(png(U16[..., :3] >> 4, 2, 16), bits=12)
     with pytest.raises(UsageError, match="must be 9 to 16"):
         DecodeImage(bits=8)
-    eight = saved(Image.fromarray((U16[..., :3] >> 8).astype(np.uint8)))
-    same(decoded(eight, bits=12), U16[..., :3] >> 8)
+    same(decoded(of(RGB, "PNG"), bits=12), RGB)
 
 
 def text_of(size: int) -> bytes:
@@ -210,13 +166,12 @@ def text_of(size: int) -> bytes:
     info.add_text("raw", "x" * size)
     info.add_text("packed", "x" * size, zip=True)
     info.add_itxt("international", "x" * size, zip=True)
-    return saved(Image.fromarray((U16[..., :3] >> 8).astype(np.uint8)), pnginfo=info)
+    return encoded("PNG", Image.fromarray(RGB), pnginfo=info)
 
 
 def profile_of(size: int) -> bytes:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    image = Image.fromarray((U16[..., :3] >> 8).astype(np.uint8))
-    return saved(image, icc_profile=profile + bytes(size))
+    return encoded("PNG", Image.fromarray(RGB), icc_profile=profile + bytes(size))
 
 
 @pytest.mark.long
@@ -225,73 +180,62 @@ def test_a_png_with_megabytes_of_text_or_profile_is_decoded_and_a_bomb_is_not(
     made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("PIL.PngImagePlugin.MAX_TEXT_CHUNK", 2**20)
-    same(decoded(made(10**6 + 10**5)), U16[..., :3] >> 8)
-    for size in (10**6, 3 * 10**6):
-        chain = Chain(as_stages([DecodeImage()]), seed=0)
-        columns, report = chain.run([{"key": "a", "image": made(size)}], epoch=0)
-        assert not report.bad
-        same(columns["image__hwc"][0], U16[..., :3] >> 8)
-    _, report = Chain(as_stages([DecodeImage()]), 0).run(
-        [{"key": "a", "image": made(40 * 2**20)}], 0
-    )
-    assert [bad.key for bad in report.bad] == ["a"]
-
-
-def job(folder: Path, suffix: str, content: bytes, **params: Any) -> Path:
-    for split, name in itertools.product(("train", "val"), ("cat", "dog")):
-        (folder / "data" / split / name).mkdir(parents=True, exist_ok=True)
-        for i in range(2):
-            (folder / "data" / split / name / f"{i}{suffix}").write_bytes(content)
-    path = folder / "job.yaml"
-    params = {"data": str(folder / "data"), "model": "test_resnet", "image_size": 32, **params}
-    path.write_text(yaml.safe_dump({"name": "deep", "params": params, "train": {"batch_size": 2}}))
-    return path
+    same(decoded(made(10**6 + 10**5)), RGB)
+    sizes = (10**6, 3 * 10**6, 40 * 2**20)
+    rows = [{"key": str(size), "image": made(size)} for size in sizes]
+    columns, report = chained(rows, DecodeImage())
+    assert [bad.key for bad in report.bad] == [str(sizes[-1])]
+    for found in columns["image__hwc"]:
+        same(found, RGB)
 
 
 @pytest.mark.long
 def test_peek_names_bits_and_pages_that_decoding_leaves_out(tmp_path: Path) -> None:
-    def said(suffix: str, content: bytes, **params: Any) -> str:
-        path = job(tmp_path, suffix, content, **params)
-        result = CliRunner().invoke(app, ["peek", str(path), "--out", str(tmp_path / "page.html")])
+    def job(suffix: str, content: bytes, **params: Any) -> Path:
+        folder = tmp_path / suffix
+        files = itertools.product(("train", "val"), ("cat", "dog"), "01")
+        made = [(f"{split}/{name}/{i}.{suffix}", content) for split, name, i in files]
+        images(*made, classes="")(folder)
+        params = {"data": str(folder), "model": "test_resnet", "image_size": 32, **params}
+        (folder.parent / "job.yaml").write_text(yaml.safe_dump({"params": params}))
+        return folder.parent / "job.yaml"
+
+    def said(suffix: str, content: bytes) -> str:
+        words = ["peek", str(job(suffix, content)), "train.batch_size=2"]
+        result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "page.html")])
         assert result.exit_code == 0, result.output
         return result.output
 
     deep = png((smooth(1) * 4095).astype(np.uint16), 0, 16)
-    assert "4 of 4 have more than 8 bits per channel; decoding keeps 8" in said(".png", deep)
-    path = job(tmp_path, ".png", deep, bits=12)
-    data = open_data(load(str(path), []).config)
+    assert "4 of 4 have more than 8 bits per channel; decoding keeps 8" in said("png", deep)
+    data = open_data(load(job("png", deep, bits=12)).config)
     assert data.notes() == []
-    source = data.sources["train"]
-    columns, _ = data.chains["train"].run(source.read(source.shards(9, None)[0], None), epoch=0)
+    [(columns, _)] = preprocessed(data)
     assert (columns["image__hwc"].max((1, 2, 3)) > 200).all()
     pages = [Image.fromarray(U8[..., c]) for c in range(3)]
     for form in ("GIF", "TIFF", "WEBP", "PNG"):
-        (tmp_path / form).mkdir()
-        content = saved(pages[0], form, save_all=True, append_images=pages[1:])
-        for split, name in itertools.product(("train", "val"), ("cat", "dog")):
-            for file in (tmp_path / "data" / split / name).iterdir():
-                file.unlink()
-        assert "4 of 4 hold several pictures or pages" in said(f".{form.lower()}", content)
+        content = encoded(form, pages[0], save_all=True, append_images=pages[1:])
+        shutil.rmtree(tmp_path / form.lower(), ignore_errors=True)
+        assert "4 of 4 hold several pictures or pages" in said(form.lower(), content)
 
 
-RGB = (U16[..., :3] >> 8).astype(np.uint8)
 GREY = RGB[..., 0]
 LAB = Image.fromarray(RGB).convert("LAB")
 FORMS: dict[str, tuple[Any, Any]] = {
     "a picture": (Image.fromarray(RGB), RGB),
-    "an opened file": (Image.open(io.BytesIO(saved(Image.fromarray(RGB)))), RGB),
+    "an opened file": (Image.open(io.BytesIO(of(RGB, "PNG"))), RGB),
     "grey": (Image.fromarray(GREY), GREY),
     "black and white": (Image.fromarray(GREY > 128), (GREY > 128) * 255),
     "16 bits": (Image.fromarray(U16[..., 0]), GREY),
     "with alpha": (Image.fromarray(np.dstack([RGB, GREY])), RGB),
     "grey with alpha": (Image.fromarray(np.dstack([GREY, GREY])), GREY),
     "a palette picture": (
-        Image.open(io.BytesIO(PNGS["a palette with transparencies"][0])),
+        Image.open(io.BytesIO(PNGS["a palette, transparent: 8"][0])),
         PALETTE[INDEX[..., 0]],
     ),
     "CMYK": (Image.fromarray(RGB).convert("CMYK"), RGB),
     "LAB": (LAB, np.asarray(LAB.convert("RGB"))),
-    "a LAB file": (Image.open(io.BytesIO(saved(LAB, "TIFF"))), np.asarray(LAB.convert("RGB"))),
+    "a LAB file": (Image.open(io.BytesIO(encoded("TIFF", LAB))), np.asarray(LAB.convert("RGB"))),
     "rows and columns": (GREY, GREY),
     "one channel last": (GREY[..., None], GREY),
     "two channels last": (np.dstack([GREY, GREY]), GREY),
@@ -317,7 +261,7 @@ def test_what_a_dataset_returns_gets_the_channels_of_the_mode(
     elif mode == "RGB" and expected.ndim == 2:
         expected = np.repeat(expected[..., None], 3, axis=2)
     chain = [DecodeImage(mode), *([v2.CenterCrop((37, 29))] if fused else [])]
-    columns, report = Chain(as_stages(chain), seed=0).run([{"key": "a", "image": image}], epoch=0)
+    columns, report = chained([{"key": "a", "image": image}], *chain)
     assert not report.bad
     same(columns["image__hwc"][0], expected.reshape(37, 29, -1), within=1)
 
@@ -354,7 +298,7 @@ def test_torchvision_gets_pillow_images_of_modes_l_and_rgb_alone(mode: str, entr
         else red.convert("L" if mode == "I;16" else mode)
     )
     image = image.convert("I;16") if mode == "I;16" else image
-    columns, report = Chain(as_stages([entry]), seed=0).run([{"key": "a", "image": image}], 0)
+    columns, report = chained([{"key": "a", "image": image}], entry)
     if mode in ("L", "RGB"):
         assert not report.bad and columns["image"][0, 0].max() == (200 if mode == "RGB" else 68)
     else:

@@ -11,13 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from damage import checked, read_all
+from damage import chained, checked, read_all
 from pyarrow import parquet
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.transforms import CheckLabel, DecodeImage, Drop
-from stoker.data import read_any, read_images, read_parquet, read_torch
+from stoker.data import (
+    CheckLabel,
+    DecodeImage,
+    Drop,
+    read_any,
+    read_images,
+    read_parquet,
+    read_torch,
+)
 from stoker.errors import SchemaError, UsageError
 from stoker.protocol import KEY_COLUMN, BadRecord, PassPlan, Work
 from stoker.recipe import Recipe
@@ -37,10 +44,8 @@ def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> Non
 
 @pytest.mark.parametrize("form", ["webdataset", "parquet", "images"])
 def test_a_seeded_order_permutes_and_loses_nothing(form: str, digits: Path) -> None:
-    plain = [r["key"] for r in read_all(read_any(str(digits / form), "val"))]
-    once = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=1)]
-    again = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=1)]
-    other = [r["key"] for r in read_all(read_any(str(digits / form), "val"), seed=2)]
+    orders = [read_all(read_any(str(digits / form), "val"), seed=seed) for seed in (None, 1, 1, 2)]
+    plain, once, again, other = ([record["key"] for record in order] for order in orders)
     assert once == again
     assert plain != once != other
     assert sorted(plain) == sorted(once) == sorted(other)
@@ -147,22 +152,14 @@ def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> Non
 
 def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/write-a-recipe.md").read_text()
-    (code,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "class Pairs" in block
-    )
-    for name in ("a", "b"):
-        for folder, content in (("images", f"{name}.jpg"), ("masks", f"{name}.png")):
-            path = tmp_path / "train" / folder / content
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.encode())
-    names: dict[str, Any] = {
-        "torch": torch,
-        "Path": Path,
-        "Recipe": Recipe,
-        "read_torch": read_torch,
-    }
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in blocks if "class Pairs" in block)
+    images = [f"train/images/{name}.jpg" for name in "ab"]
+    for name in [*images, *(name.replace("images", "masks")[:-3] + "png" for name in images)]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(path.name.encode())
+    names = {"torch": torch, "Path": Path, "Recipe": Recipe, "read_torch": read_torch}
     exec("from __future__ import annotations\n" + code, names)  # noqa: S102 - as a reader types it
     assert read_all(names["Roads"](data=str(tmp_path)).read("train")) == [
         {"key": f"{name}.jpg", "image": f"{name}.jpg".encode(), "mask": f"{name}.png".encode()}
@@ -194,14 +191,12 @@ def test_an_item_that_gives_no_record_is_refused_in_one_line(
     source = read_torch([item])
     (shard,) = source.shards(1, None)
     with pytest.raises((UsageError, SchemaError), match=says):
-        Chain(as_stages([Drop("other")]), seed=0).run(source.read(shard, None), 0)
+        chained(source.read(shard, None), Drop("other"))
 
 
 @pytest.mark.parametrize(
     ("label", "number"), [("1_0", None), ("\u0663", None), (" 3 ", 3), ("07", 7)]
 )
 def test_a_label_in_text_is_a_number_only_in_plain_digits(label: str, number: int | None) -> None:
-    columns, report = Chain(as_stages([CheckLabel(20)]), seed=0).run(
-        [{"key": "a", "label": label}], 0
-    )
+    columns, report = chained([{"key": "a", "label": label}], CheckLabel(20))
     assert columns.get("label", [None]) == [number] and len(report.bad) == (number is None)
