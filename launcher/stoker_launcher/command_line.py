@@ -117,6 +117,15 @@ def places(incomplete: str) -> list[str]:
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="override keys, key=value", autocompletion=keys)
 ]
+SourceDir = Annotated[Path | None, Option(help="your folder with recipes")]
+GpuTypes = Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")]
+CpuTypes = Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")]
+GpuRates = Annotated[
+    list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
+]
+MostHosts = Annotated[int, Option(help="most CPU hosts to consider")]
+CpuSpeed = Annotated[float, Option(help="speed of a vCPU relative to a core here")]
+AsJson = Annotated[bool, Option("--json", help="print everything as JSON")]
 Given = TypeVar("Given", bound=Any)
 
 
@@ -137,7 +146,7 @@ def run(
     on: Annotated[
         str, Option(help="local, ray, rehearsal, sagemaker …", autocompletion=places)
     ] = "local",
-    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
+    source_dir: SourceDir = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="check and print the plan, run nothing")
     ] = False,
@@ -248,18 +257,16 @@ def size(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
     overrides: Overrides = None,
-    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")] = None,
-    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")] = None,
+    gpu: GpuTypes = None,
+    cpu: CpuTypes = None,
     from_run: Annotated[
         Path | None, Option("--from", help="use a run's figures, run nothing")
     ] = None,
-    gpu_samples_per_s: Annotated[
-        list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
-    ] = None,
-    max_cpu_hosts: Annotated[int, Option(help="most CPU hosts to consider")] = 32,
-    cpu_speed: Annotated[float, Option(help="speed of a vCPU relative to a core here")] = 1.0,
-    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
-    as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+    gpu_samples_per_s: GpuRates = None,
+    max_cpu_hosts: MostHosts = 32,
+    cpu_speed: CpuSpeed = 1.0,
+    source_dir: SourceDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run a job for a minute and recommend hosts, with speed and cost."""
     from stoker_launcher.advise import sizing
@@ -281,7 +288,7 @@ def peek(
     out: Annotated[
         Path | None, Option("--out", "-o", help="HTML file to write; default: peek.html")
     ] = None,
-    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
+    source_dir: SourceDir = None,
 ) -> None:
     """Show a job's records after each stage, or one batch of a run."""
     from stoker_launcher.advise.peek.peek_job import PeekOptions, peek
@@ -298,14 +305,12 @@ def check(
     ] = None,
     steps: Annotated[int | None, Option(help="steps to measure; default: until stable")] = None,
     timeout: Annotated[float, Option(help="limit in seconds, including start-up")] = 900.0,
-    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")] = None,
-    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")] = None,
-    gpu_samples_per_s: Annotated[
-        list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
-    ] = None,
-    max_cpu_hosts: Annotated[int, Option(help="most CPU hosts to consider")] = 32,
-    cpu_speed: Annotated[float, Option(help="speed of a vCPU relative to a core here")] = 1.0,
-    as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+    gpu: GpuTypes = None,
+    cpu: CpuTypes = None,
+    gpu_samples_per_s: GpuRates = None,
+    max_cpu_hosts: MostHosts = 32,
+    cpu_speed: CpuSpeed = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how long your script waits for data, and suggest fixes."""
     from stoker_launcher.advise.check import command

@@ -414,7 +414,7 @@ class NotebookRun:
 
     def __post_init__(self) -> None:
         self._errors: list[str] = []
-        self._shown = 0
+        self._log = run_directory.GrowingLog(self.scratch / LINES)
         run_dir, lasting = self.request.run_dir, self.request.lasting
         self._copies = Copies({run_dir: lasting}) if lasting else None
         if self._copies is not None:
@@ -425,19 +425,13 @@ class NotebookRun:
 
     def _show(self) -> None:
         """Show the job's lines until it ends."""
-        with (self.scratch / LINES).open("rb") as file:
-            file.seek(self._shown)  # an interrupt may show a line twice, and loses none
-            while True:
-                ended = self.process.poll() is not None
-                for line in file:
-                    if not line.endswith(b"\n") and not ended:
-                        file.seek(self._shown)
-                        break
-                    self._show_line(line.decode(errors="replace").rstrip("\n"))
-                    self._shown += len(line)
-                if ended:
-                    return
-                time.sleep(POLL_S)
+        while True:
+            ended = self.process.poll() is not None
+            for line in self._log.lines(ended):
+                self._show_line(line)
+            if ended:
+                return
+            time.sleep(POLL_S)
 
     def _show_line(self, line: str) -> None:
         if self.request.lasting is not None:  # where its files will be, not where they are now

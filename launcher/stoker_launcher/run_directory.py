@@ -43,21 +43,17 @@ def new_run_dir(job: Job) -> Path:
 
 
 def new_run_path(job: Job, root: Path) -> Path:
-    name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    number = 1
-    while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return run_dir
+    return root / f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def create(run_dir: Path) -> Path:
-    """Create a planned run directory, under the next free number if another run took its name meanwhile."""
-    base = re.sub(r"(-\d{6})-\d+$", r"\1", run_dir.name)
+def create(planned: Path) -> Path:
+    """Create a planned run directory, with a number if another run has its name."""
+    run_dir = planned
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             break
-        run_dir = run_dir.with_name(f"{base}-{number}")
+        run_dir = planned.with_name(f"{planned.name}-{number}")
     return run_dir
 
 
@@ -121,6 +117,26 @@ def remove_refused(run_dir: Path, latest: str | None) -> None:
         run_dir.parent.rmdir()  # only if empty
 
 
+class GrowingLog:
+    """A file that a job writes, read by whole lines. Opened anew each time, for NFS to look at it again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._read = path, 0
+
+    def lines(self, ended: bool) -> Iterator[str]:
+        """What is new; its last line may be unfinished if the job has ended.
+
+        After an interrupt, the line that was being shown comes again, and none is lost.
+        """
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not (ended or line.endswith(b"\n")):
+                    return
+                yield line.decode(errors="replace").rstrip("\n")
+                self._read += len(line)
+
+
 class PastRun:
     """A run that another process started, found by its directory."""
 
@@ -179,18 +195,13 @@ class PastRun:
         return "  ".join(parts)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        path = self.run_dir / "logs" / "console.log"
-        while follow and not path.exists() and self.alive():
-            time.sleep(0.2)
-        if not path.exists():
-            return
-        with path.open() as file:
-            while True:
-                running = follow and self.alive()
-                yield from (line.rstrip("\n") for line in file)
-                if not running:
-                    return
-                time.sleep(0.3)
+        log = GrowingLog(self.run_dir / "logs" / "console.log")
+        while True:
+            running = follow and self.alive()
+            yield from log.lines(ended=not running)
+            if not running:
+                return
+            time.sleep(0.3)
 
     def wait(self) -> int:
         while self.alive():

@@ -212,16 +212,10 @@ class SlurmRun(PastRun):
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The output of all hosts, line by line; with `follow` until the job ends, restarts included."""
-        path, shown, told = self.run_dir / LOG, 0, ""
+        log, told = run_directory.GrowingLog(self.run_dir / LOG), ""
         while True:
             active = follow and self._active()
-            if path.is_file():
-                with path.open("rb") as file:
-                    file.seek(shown)
-                    text = file.read()
-                whole = text if not active else text[: text.rfind(b"\n") + 1]
-                yield from whole.decode(errors="replace").splitlines()
-                shown += len(whole)
+            yield from log.lines(ended=not active)
             if not active:
                 return
             if self._state.word == "PENDING" and self._state.reason != told:
