@@ -242,29 +242,6 @@ def look_at_tasks_every(seconds: float) -> None:
             state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
 
 
-def end_at_once(trainer: Any) -> None:
-    """Task that trains, before `fit()`: leave out an actor that cannot work without a dashboard.
-
-    Ray Train 2.60 starts one in each run. It asks the dashboard whether the run's controller still lives, to
-    free its placement group after a crash. Where there is no dashboard, it learns nothing, looks for the
-    dashboard for 40 s, and so the end of a run waits for it until Ray gives up after 12 s.
-    """
-    try:
-        from ray._private.worker import global_worker
-        from ray.train.v2._internal.callbacks.placement_group_callback import (
-            PlacementGroupCleanerCallback,
-        )
-
-        dashboard = global_worker.gcs_client.internal_kv_get(b"dashboard", b"dashboard")
-        all_callbacks = trainer._create_default_callbacks
-    except (ImportError, AttributeError, TypeError):
-        return
-    if not dashboard:
-        trainer._create_default_callbacks = lambda: [
-            each for each in all_callbacks() if not isinstance(each, PlacementGroupCleanerCallback)
-        ]
-
-
 def train_callbacks() -> Any:
     """Ray script: the class of Ray Train that calls a `UserCallback`, for callbacks named in a variable.
 
@@ -277,7 +254,12 @@ def train_callbacks() -> Any:
 
 
 def leave_out_the_cleaner() -> None:
-    """Ray script, before its trainer starts: as `end_at_once`, for every trainer of this process."""
+    """Before a trainer of this process starts: leave out an actor that cannot work without a dashboard.
+
+    Ray Train 2.60 starts one in each run. It asks the dashboard whether the run's controller still lives, to
+    free its placement group after a crash. Where there is no dashboard, it learns nothing, looks for the
+    dashboard for 40 s, and so the end of a run waits for it until Ray gives up after 12 s.
+    """
     with contextlib.suppress(ImportError, AttributeError, TypeError):
         from ray._private.worker import global_worker
         from ray.train.v2._internal.execution.callback import ControllerCallback

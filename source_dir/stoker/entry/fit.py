@@ -76,7 +76,7 @@ def fit(
         how: number of train workers, whether they use GPUs, and custom resources that each takes.
     """
     from stoker.hosts.cluster import set_ray_train
-    from stoker.ray_compat import end_at_once
+    from stoker.ray_compat import leave_out_the_cleaner
     from stoker.train.trainer import failure_of, make_trainer
 
     set_ray_train()
@@ -92,7 +92,7 @@ def fit(
             return None
         loop, torch_config = map(resolve_name, parts)
         trainer = make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how)
-        end_at_once(trainer)
+        leave_out_the_cleaner()
         trainer.fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))

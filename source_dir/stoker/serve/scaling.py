@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
 
 from stoker.config.places import CpuHostsConfig
 from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
@@ -18,6 +17,7 @@ from stoker.figures import count_of
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import ChainHost
+from stoker.sizing.model import ClusterShape, Workload, cheapest_count, cost_with
 
 GROW_AFTER_S = 5.0
 """How long more hosts must be wanted before the request changes: an epoch's end lasts seconds."""
@@ -110,41 +110,37 @@ class Scaler:
             first = max(low, min(1, high))
             return self.count if own or self.count else first, "no other host can preprocess"
         rate, late = samples / max(seconds - late_s, 1e-6) * (1 - target), late_s / seconds
-        each_s = cpu_s / records
-        wanted = self._cheapest(own, rate, each_s)
+        price, rest = self.options.usd_per_hour, self.options.rest_usd_per_hour
+        work = Workload(max(cpu_s / records, 1e-9), gpu_samples_per_s=rate)
+        shape = ClusterShape(
+            gpu_host_cpus=own,
+            cpu_host_cpus=self._cpus or max(own, 1),
+            gpu_host_usd_per_hour=rest or 1.0,
+            # Without prices a host costs nearly nothing, so only speed counts.
+            cpu_host_usd_per_hour=1e-9 if price is None else price,
+        )
+        wanted = self._cheapest(work, shape)
         if late <= target or wanted <= self.count:
-            spare = self._cheapest(own, rate * (1 + SPARE), each_s)
+            spare = self._cheapest(replace(work, gpu_samples_per_s=rate * (1 + SPARE)), shape)
             wanted = max(low, min(spare, self.count))
         reason = (
             f"training waits {100 * late:.0f} % of the time for preprocessing; it needs {rate:.0f} records/s, a"
-            f" CPU preprocesses {1 / max(each_s, 1e-9):.1f}"
+            f" CPU preprocesses {1 / work.cpu_s:.1f}"
         )
         if not self._cpus:
             return wanted, f"{reason}; one host first, to see how many CPUs it has"
         have = count_of(own + wanted * self._cpus, "CPU")
         reason += f": {have} with {count_of(wanted, 'CPU host')}"
-        if self.options.usd_per_hour is not None:
-            before, after = (self._usd(own, rate, each_s, n) for n in (self.count, wanted))
+        if price is not None:
+            before, after = (cost_with(work, shape, n) for n in (self.count, wanted))
             reason += f"; ${after:.2f} instead of ${before:.2f} per 1M records"
         return wanted, reason
 
-    def _cheapest(self, own: int, rate: float, each_s: float) -> int:
-        counts = range(self.options.max + 1)
-        found = min(counts, key=lambda count: self._usd(own, rate, each_s, count))
+    def _cheapest(self, work: Workload, shape: ClusterShape) -> int:
+        found = cheapest_count(work, shape, self.options.max)
         if self._cpus or not found:
-            return max(found, 0 if own else 1)
+            return max(found, 0 if shape.gpu_host_cpus else 1)
         return 1  # its CPUs tell how many more are needed
-
-    def _usd(self, own: int, rate: float, each_s: float, count: int) -> float:
-        """Per million records. Without prices a host costs nearly nothing, so only speed counts."""
-        price, rest = self.options.usd_per_hour, self.options.rest_usd_per_hour or 1.0
-        made = (own + count * (self._cpus or max(own, 1))) / max(each_s, 1e-12)
-        per_s = min(rate, made)
-        return (
-            (rest + count * (1e-9 if price is None else price)) / 3600 / per_s * 1e6
-            if per_s
-            else inf
-        )
 
 
 class Elastic:

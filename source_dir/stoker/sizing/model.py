@@ -102,12 +102,12 @@ def usd_per_million_samples(prediction: Prediction, shape: ClusterShape) -> floa
 
 def cheapest_count(work: Workload, shape: ClusterShape, limit: int = MAX_CPU_HOSTS) -> int:
     """The number of CPU hosts with the lowest cost per sample; the smallest among equals."""
-    costs = [_cost_with(work, shape, count) for count in range(limit + 1)]
+    costs = [cost_with(work, shape, count) for count in range(limit + 1)]
     most = min(costs) * (1 + TOLERANCE)
     return next(count for count, cost in enumerate(costs) if cost <= most)
 
 
-def _cost_with(work: Workload, shape: ClusterShape, cpu_hosts: int) -> float:
+def cost_with(work: Workload, shape: ClusterShape, cpu_hosts: int) -> float:
     shape = shape.with_cpu_hosts(cpu_hosts)
     return usd_per_million_samples(predict(work, shape), shape)
 
