@@ -35,32 +35,6 @@ def test_the_version_is_the_packages_and_follows_semver(capsys: pytest.CaptureFi
     assert metadata.version("stoker") == stoker.__version__, "install again: pip install -e ."
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("statsu", "did you mean status?"),
-        ("reprot", "did you mean report?"),
-        ("chekc", "did you mean check?"),
-        ("trian", "did you mean train.py?"),
-        ("flowers", "did you mean flowers.yaml?"),
-        ("qqq", "commands: run, "),
-    ],
-)
-def test_a_mistyped_command_names_the_nearest(
-    typed: str,
-    meant: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("train.py", "flowers.yaml"):
-        Path(name).touch()
-    code, lines, _ = type_command([typed, "runs/latest"], capsys)
-    assert (code, len(lines)) == (2, 1)
-    assert lines[0].startswith(f"error: {typed}: no such command or file; ") and meant in lines[0]
-
-
 COMPLETED = {
     "sta": "status",
     "status --": "--help",

@@ -120,25 +120,6 @@ def test_no_file_is_overwritten_and_nothing_half_written(
     assert (here / "recipe.py").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["--kind", "image"],
-            "--kind image: no such kind (known: images, segmentation, text, tabular, script, lightning, ray);"
-            " did you mean",
-        ),
-        (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
-    ],
-)
-def test_wrong_usage_is_one_line(
-    words: list[str], expected: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, lines, _ = type_command(["init", *words], capsys)
-    assert code == 2 and len(lines) == 1 and expected in lines[0]
-    assert not list(here.iterdir())
-
-
 def test_the_help_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert type_command(["init", "--help"], capsys)[0] == 0
     shown = type_command(["init", "--help"], capsys)[2]

@@ -23,7 +23,6 @@ from stoker_launcher.rehearsal import running
 from stoker_launcher.rehearsal.plan import fault_of, plan, plan_hosts
 from stoker_launcher.rehearsal.running import merge, results
 from stoker_launcher.rehearsal.sagemaker_hosts import hyperparameters, outputs, resource_config
-from tests.refusals import refused
 from tests.waiting import until
 
 
@@ -53,26 +52,6 @@ def test_a_named_gpu_group_and_given_types() -> None:
     assert types == ["ml.c5.xlarge", "ml.g5.xlarge", "ml.g5.xlarge"]
     assert plan(job("rehearsal.hosts=x=1:ml.p4d.24xlarge,y=1:ml.m5.xlarge")).head == "algo-1"
     assert plan(job("rehearsal.hosts=only=2")).head == "algo-1"
-
-
-WRONG = {
-    "rehearsal.hosts": ["gpu", "gpu=0", "gpu=1,gpu=2", "a=1,b=1,c=1,d=1,e=1,gpu=1"],
-    "rehearsal.join_delay": ["{algo-9: 3}"],
-    "rehearsal.faults": [
-        f"['{fault}']"
-        for fault in ("kill:algo-9@3s", "burn:algo-1@3s", "kill:algo-1", "kill:algo-1@/(/")
-    ],
-    "cluster.gpu_group": ["gpus"],
-}
-
-
-@pytest.mark.parametrize(("key", "values"), WRONG.items(), ids=WRONG)
-def test_what_cannot_be_is_refused_by_its_key(key: str, values: list[str]) -> None:
-    for value in values:
-        with refused(key, code=2):
-            plan(job(f"{key}={value}"))
-    with refused("cluster.gpu_group", code=2):
-        plan(job("rehearsal.hosts=a=1,b=1"))
 
 
 def test_faults_know_their_moment() -> None:

@@ -12,7 +12,6 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
-from stoker.errors import UsageError
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
 from stoker.hosts.run_lock import PROCESS_FILE
@@ -202,28 +201,6 @@ def test_as_json_for_programs(job: Path) -> None:
     assert told["recommended"] in told["candidates"] and told["estimated"] is True
     costs = [one["usd_per_million_samples"] for one in told["candidates"]]
     assert costs == sorted(costs)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--gpu ml.g5.xlarg", "--gpu ml.g5.xlarg: unknown instance type; did you"),
-        ("--cpu ml.g5.xlarge", "--cpu ml.g5.xlarge: has a GPU"),
-        ("--gpu ml.c5.xlarge", "--gpu ml.c5.xlarge: has no GPU"),
-        ("--gpu-samples-per-s many", "--gpu-samples-per-s many: give samples per second"),
-        ("--gpu-samples-per-s B7=4", "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, "),
-        ("--gpu-samples-per-s -1", "--gpu-samples-per-s -1: give samples per second"),
-        ("--max-cpu-hosts -1", "--max-cpu-hosts: must be at least 0 (got -1)"),
-        ("--cpu-speed 0", "--cpu-speed: must be between 0 and 10 (got 0.0)"),
-        ("--from nowhere", "--from nowhere: no run there"),
-        ("train.epochs=0", "train.epochs"),
-        ("sagemaker.prices={ml.g5.xlarge:-1}", "sagemaker.prices"),
-    ],
-)
-def test_wrong_requests_are_one_line_each(job: Path, words: str, said: str) -> None:
-    shown = size(job, *words.split())
-    assert isinstance(shown.exception, UsageError), shown.output
-    assert len(shown.exception.problems) == 1 and said in shown.exception.problems[0]
 
 
 @pytest.mark.parametrize(

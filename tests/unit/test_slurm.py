@@ -352,35 +352,6 @@ def test_port_and_store_fit_a_shared_node_unless_the_job_sets_them(
     )
 
 
-REFUSED = {
-    "output_dir": ["output_dir=runs", "output_dir=/shared/%u"],
-    "slurm.cpu": ["slurm.cpu.partition=cpu"],
-    "slurm.gpu.gpus": ["slurm.gpu.gpus=0"],
-    "slurm.cpu.gpus": ["slurm.cpu.gpus=1"],
-    "slurm.max_runtime_s": ["slurm.max_runtime_s=200"],
-    "slurm.gpu.extra": [
-        f"slurm.gpu.extra=[{option}]"
-        for option in (
-            "--time=1:00:00",
-            "--part=long",
-            "--test-only",
-            "--clusters=b",
-            "--wait",
-            "r=x",
-        )
-    ],
-    "slurm": ["slurm.image=x.sif", "slurm.mounts=[/data]"],
-    "slurm.setup[0]": [
-        "slurm={setup: ['#SBATCH --mem=4G']}",
-        "slurm={setup: ['export API_KEY=abc123']}",
-    ],
-    "--address": ["--address http://h:1"],
-    "cluster.cpu_hosts": ["cluster.cpu_hosts.max=2"],
-    "--resume auto": ["--resume auto"],
-}
-"""Key → what is set or typed."""
-
-
 def type_job(
     folder: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, list[str], str]:
@@ -388,28 +359,6 @@ def type_job(
         f"name: job\nrecipe: rows:Counting\noutput_dir: {folder}/shared\n"
     )
     return type_command([str(folder / "job.yaml"), *words, "--on", "slurm"], capsys)
-
-
-@pytest.mark.parametrize(("key", "wrong"), REFUSED.items(), ids=REFUSED)
-def test_a_wrong_job_is_refused_by_its_key_before_anything_is_submitted(
-    key: str,
-    wrong: list[str],
-    login_node: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for typed in wrong:
-        words = typed.split() if typed.startswith("--") else [typed]
-        code, told, _ = type_job(tmp_path, words, capsys)
-        assert code == 2 and len(told) == 1 and f" {key}: " in told[0], told
-        assert not (tmp_path / "shared").exists()
-
-
-def test_all_problems_are_told_at_once(
-    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = ["slurm.gpu.extra=[--qos=x]", "slurm.max_runtime_s=1", "output_dir=runs"]
-    assert len(type_job(tmp_path, wrong, capsys)[1]) == 3
 
 
 def test_a_machine_without_slurm_says_where_to_go(
