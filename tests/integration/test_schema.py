@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from running import run_job
 from streaming import Train
 
@@ -34,17 +32,6 @@ def batches(train: Train) -> dict[str, list[Any]]:
             )
     assert found["__id"] == [one for step in ids for one in step]
     return found
-
-
-def test_a_null_is_refused_before_training(ray_cluster: None, tmp_path: Path) -> None:
-    x = [None if i == 30 else float(i) for i in range(64)]
-    table = pa.table({"x0": x, "x1": [0.0] * 64, "y": [0.0] * 64})
-    parquet.write_table(table, tmp_path / "train.parquet")
-    outcome = run_job(tmp_path, recipe="rows:Regression", params={"data": str(tmp_path)})
-    assert outcome.code == 2
-    assert "train.parquet: column x0 holds 1 NULL in 64 rows; handle them" in (
-        outcome.summary.error or ""
-    )
 
 
 def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from clouds import WORDS
 from command_line import type_command
-from damage import records, tar_of
+from damage import chained, checked, records
 from hypothesis import given
 from hypothesis import strategies as st
-from spoilt import JPG, PHOTO, PNG, both, encoded, images, table
+from spoilt import HEIC, JPG, PHOTO, PNG, both, encoded, images, shard, table
 
 from stoker import figures
 from stoker.config.loading import load
@@ -28,49 +28,38 @@ from stoker.train.resume import locate
 from stoker_launcher.job import open_job
 from stoker_launcher.places import local
 
-HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
-SMALL = PHOTO.crop((0, 0, 16, 16))
 FORMS = {
-    ".jfif": "JPEG",
-    ".jpe": "JPEG",
-    ".ppm": "PPM",
-    ".pgm": "PPM",
-    ".pbm": "PPM",
-    ".avif": "AVIF",
-    ".jp2": "JPEG2000",
-    ".j2k": "JPEG2000",
-    ".tga": "TGA",
-    ".pcx": "PCX",
-    ".dib": "DIB",
-    ".qoi": "QOI",
-    ".apng": "PNG",
-    ".mpo": "MPO",
-    ".tiff": "TIFF",
-    ".webp": "WEBP",
-    ".gif": "GIF",
-    ".bmp": "BMP",
+    "JPEG": ".jfif .jpe",
+    "PPM": ".ppm .pgm .pbm",
+    "JPEG2000": ".jp2 .j2k",
+    "PNG": ".apng",
+    **{
+        suffix[1:].upper(): suffix
+        for suffix in [".avif", ".tga", ".pcx", ".dib", ".qoi", ".mpo", ".tiff"]
+    },
+    **{suffix[1:].upper(): suffix for suffix in [".webp", ".gif", ".bmp"]},
 }
 MODES = {".pgm": "L", ".pbm": "1", ".gif": "P"}
 
 
-def form_of(suffix: str) -> bytes:
-    image = SMALL.convert(MODES.get(suffix, "RGB"))
-    more: dict[str, Any] = {"no_jp2": True} if suffix == ".j2k" else {}
-    return encoded(FORMS[suffix], image, **more)
-
-
-def pixels(root: Path, split: str = "train") -> dict[str, tuple[int, ...]]:
-    found = {}
-    for record in records(root, split):
-        found[record["key"]] = DecodeImage()(record, None)["image"].shape  # type: ignore[arg-type]
-    return found
+def decoded(root: Path, split: str = "train") -> dict[str, tuple[int, ...]]:
+    columns, report = chained(records(root, split), DecodeImage(), with_keys=True)
+    assert not report.bad
+    shapes = [image.shape for image in columns["image__hwc"]]
+    return dict(zip(columns["__key"], shapes, strict=True))
 
 
 def test_what_the_decoder_reads_is_read_by_its_suffix_in_any_case(tmp_path: Path) -> None:
-    files = [(f"train/{name}/0{s}", form_of(s)) for s in FORMS for name in ("cat", "dog")]
-    files += [(f"train/cat/1{s.upper()}", form_of(s)) for s in FORMS]
+    files = []
+    for form, suffixes in FORMS.items():
+        for suffix in suffixes.split():
+            options: dict[str, Any] = {"no_jp2": True} if suffix == ".j2k" else {}
+            image = PHOTO.crop((0, 0, 16, 16)).convert(MODES.get(suffix, "RGB"))
+            content = encoded(form, image, **options)
+            names = (f"cat/0{suffix}", f"dog/0{suffix}", f"cat/1{suffix.upper()}")
+            files += [(f"train/{name}", content) for name in names]
     images(*files, splits="val")(tmp_path)
-    assert pixels(tmp_path) == {name.removeprefix("train/"): (16, 16, 3) for name, _ in files}
+    assert decoded(tmp_path) == {name.removeprefix("train/"): (16, 16, 3) for name, _ in files}
 
 
 OTHERS = {
@@ -103,31 +92,27 @@ def test_files_of_other_kinds_are_refused_unless_they_are_named(name: str, tmp_p
 def test_files_beside_tables_and_shards_are_refused_unless_they_are_named(
     suffix: str, tmp_path: Path
 ) -> None:
-    both(table(), table("val-0.parquet"), table("extra.parquet"))(tmp_path)
-    if suffix == "tar":
-        for path in tmp_path.glob("*.parquet"):
-            path.unlink()
-        for name in ("train-0.tar", "val-0.tar", "extra.tar"):
-            (tmp_path / name).write_bytes(tar_of([("0.jpg", JPG), ("0.cls", b"1")]))
+    names = [f"{name}.{suffix}" for name in ("train-0", "val-0", "extra")]
+    make = table if suffix == "parquet" else lambda name: shard(name=name)
+    both(*map(make, names))(tmp_path)
     (tmp_path / f"train-1.{suffix}.gz").write_bytes(b"gz")
     with pytest.raises(UsageError, match=r"1 file not of the kind .*train-1"):
         read_any(str(tmp_path), "train")
-    source = read_any(str(tmp_path), "train", ignore=["*.gz"])
-    assert source is not None
-    source.check()
-    assert source.count() == (3 if suffix == "parquet" else 1)
+    source = checked(read_any(str(tmp_path), "train", ignore=["*.gz"]))
+    assert source.count() == (3 if suffix == "parquet" else 2)
     assert any(f"extra.{suffix} not read" in note for note in source.notes)
     assert any("not read: 1 .gz" in note for note in source.notes)
 
 
-BESIDE = (
+BESIDE = [
     "holdout/0.jpg",
     "flowers.zip",
     "README",
     "LICENSE.txt",
     "__MACOSX/train/0.jpg",
     "@eaDir/x",
-)
+]
+HIDDEN = ["train/.DS_Store", "train/cat/Thumbs.db", "train/cat/._0.jpg", "val/README.md"]
 
 
 @pytest.mark.long
@@ -135,8 +120,7 @@ def test_what_is_beside_the_splits_is_named_on_the_screen_and_in_peek(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "data"
-    hidden = ("train/.DS_Store", "train/cat/Thumbs.db", "train/cat/._0.jpg", "val/README.md")
-    images(*((name, b"x") for name in (*BESIDE, *hidden)), splits="train val")(root)
+    images(*((name, b"x") for name in (*BESIDE, *HIDDEN)), splits="train val")(root)
     (root / "train/eel").mkdir()
     source = read_any(str(root), "train")
     assert source is not None and source.count() == 4
@@ -180,18 +164,14 @@ def test_what_is_uploaded_is_what_is_read_here_links_included(
         (tmp_path / "job.yaml").write_text(f"name: flowers\nparams: {{data: {tmp_path}/data}}\n")
         words = [*WORDS[place], "--on", place, "--offline", "--dry-run"]
         code, errors, shown = type_command([str(tmp_path / "job.yaml"), *words], capsys)
-        return (
-            "\n".join(errors)
-            if code
-            else next(x for x in shown.splitlines() if x.startswith("data  "))
-        )
+        data = [line for line in shown.splitlines() if line.startswith("data  ")]
+        return "\n".join(errors) if code else data[0]
 
     with_links(tmp_path)
     assert len(records(tmp_path / "data")) == 8
     line = said()
-    assert line.split()[:4] == ["data", "8", *figures.size(5 * len(JPG) + 3 * len(PNG)).split()], (
-        line
-    )
+    size = figures.size(5 * len(JPG) + 3 * len(PNG))
+    assert line.split()[:4] == ["data", "8", *size.split()], line
     (tmp_path / "far/deep/1.png").write_bytes(JPG + bytes(len(PNG) - len(JPG)))
     assert said().split()[:4] == line.split()[:4] and said() != line
     for name, target, expected in (
@@ -213,13 +193,7 @@ def test_commands_that_would_leave_out_linked_folders_are_not_written(
     words = [*WORDS["vertex"], f"params.data={tmp_path}/data"]
     command = [*words, "--on", "vertex", "--offline", "--request", str(tmp_path / "job.yaml")]
     code, errors, _ = type_command(["example:digits", *command], capsys)
-    assert (
-        code,
-        [line for line in errors if "train/eel is a link to a folder, which gcloud" in line],
-    ) == (
-        2,
-        errors[-1:],
-    )
+    assert code == 2 and "train/eel is a link to a folder, which gcloud" in errors[-1]
 
 
 @pytest.mark.long
@@ -339,20 +313,9 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
 
 STEMS = ("a", "B b", "_c", ".d", "é#")
 SUFFIXES = ("", ".jpg", ".JPE", ".1", ".jpg?w=1", ".txt", ".npy", ".x.y")
-PLACES = (
-    "train/cat",
-    "train/dog",
-    "train",
-    "val/cat",
-    "val/.hid",
-    "dev/cat",
-    "other",
-    "train/cat/deep/er",
-    "",
-)
-name = st.builds(
-    "{}/{}{}".format, st.sampled_from(PLACES), st.sampled_from(STEMS), st.sampled_from(SUFFIXES)
-)
+PLACES = ("train/cat", "train/dog", "train", "val/cat", "val/.hid", "dev/cat", "other", "")
+PLACES += ("train/cat/deep/er",)
+name = st.builds("{}/{}{}".format, *map(st.sampled_from, (PLACES, STEMS, SUFFIXES)))
 
 
 @pytest.mark.long
@@ -368,13 +331,10 @@ def test_every_file_of_a_random_folder_is_read_or_refused_or_named(
             (root / path.lstrip("/")).write_bytes(JPG)
         others = ("*.txt", "*.npy", "*.1", "*=1", "*.y", "a", "B b", "_c", "é#") if ignores else ()
         try:
-            sources = [
-                source
-                for split in ("train", "val")
-                if (source := read_images(folder, split, ignore=others))
-            ]
+            both_splits = [read_images(folder, split, ignore=others) for split in ("train", "val")]
         except UsageError:
             return
+        sources = [source for source in both_splits if source]
         read = {source.path_of(key) for source in sources for key, _ in listed(source)}
         notes = " ".join(note for source in sources for note in source.notes)
         named = sum(int(count) for count in re.findall(r"(\d+) files? not read", notes))
@@ -383,9 +343,8 @@ def test_every_file_of_a_random_folder_is_read_or_refused_or_named(
         assert named == len([path for path in in_splits if "/." not in path])
         for path in {*lost} - {*in_splits}:
             top = path.lstrip("/").partition("/")[0]
-            assert (
-                top in notes or " more not read: in no split" in notes or top.startswith((".", "_"))
-            )
+            told = top in notes or " more not read: in no split" in notes
+            assert told or top.startswith((".", "_"))
 
 
 def listed(source: Any) -> list[Any]:

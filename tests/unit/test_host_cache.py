@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damage import checked
+from damage import checked, tar_of
 from PIL import Image
+from spoilt import encoded, images
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
-from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.config.schema import Config
-from stoker.data import read_any, read_range
+from stoker.data import CheckLabel, DecodeImage, read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
 from stoker.read.far_files import FarFiles
@@ -153,23 +151,17 @@ def test_of_images_far_away_those_that_are_not_kept_are_fetched_ahead(
 def photos(folder: Path, form: str) -> Source:
     """60 photos so large that decoding them for a small crop gives other pixels than cropping a whole one;
     one is damaged."""
-    rng = np.random.default_rng(0)
-    (folder / "train" / "c0").mkdir(parents=True)
-    (folder / "train" / "c1").mkdir()
-    with tarfile.open(folder / "train" / "a.tar", "w") as tar:
-        for number in range(60):
-            rough = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
-            rough.resize((400, 300)).save(content := io.BytesIO(), "JPEG")
-            image, label = content.getvalue()[: 500 if number == 7 else None], number % 2
-            (folder / "train" / f"c{label}" / f"{number}.jpg").write_bytes(image)
-            for name, part in ((f"{number}.jpg", image), (f"{number}.cls", str(label).encode())):
-                (member := tarfile.TarInfo(name)).size = len(part)
-                tar.addfile(member, io.BytesIO(part))
+    rng, members, files = np.random.default_rng(0), [], []
+    for number in range(60):
+        rough = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+        content = encoded("JPEG", rough.resize((400, 300)))[: 500 if number == 7 else None]
+        members += [(f"{number}.jpg", content), (f"{number}.cls", b"%d" % (number % 2))]
+        files += [(f"train/c{number % 2}/{number}.jpg", content)]
     if form == "images":
-        (folder / "train" / "a.tar").unlink()
+        images(*files, classes="")(folder)
     else:
-        shutil.rmtree(folder / "train" / "c0")
-        shutil.rmtree(folder / "train" / "c1")
+        (folder / "train").mkdir(parents=True)
+        (folder / "train" / "a.tar").write_bytes(tar_of(members))
     return opened(folder)
 
 
@@ -239,9 +231,9 @@ def test_bad_records_are_quarantined_in_every_epoch_and_never_kept(few: Any, roo
     folder = few("images")
     torn, odd = sorted(folder.rglob("*.jpg"))[3:5]
     torn.write_bytes(torn.read_bytes()[:100])
+    source = opened(folder)
     odd.unlink()
     odd.mkdir()  # a file that cannot be read at all
-    source = opened_with(folder, odd)
     cache = HostCache(root, "k", SPEC)
     for epoch in range(3):
         made = run_pass(source, epoch, cache)
@@ -249,15 +241,6 @@ def test_bad_records_are_quarantined_in_every_epoch_and_never_kept(few: Any, roo
         bad = sorted(b.key for _, report in made for b in report.bad)
         assert bad == sorted(str(p.relative_to(folder / "train")) for p in (torn, odd))
         assert sum(report.found for _, report in made) == (358 if epoch else 0)
-
-
-def opened_with(folder: Path, odd: Path) -> Source:
-    odd.rmdir()
-    odd.write_bytes(b"x")
-    source = opened(folder)
-    odd.unlink()
-    odd.mkdir()
-    return source
 
 
 def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(few: Any, root: Path) -> None:
@@ -271,10 +254,8 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(few: Any, ro
         made = [next(groups)]
         shutil.rmtree(root)
         made += list(groups)
-        whole = list(
-            blocks_of(LoadedSplit(source.for_workers(), chain(False)), plan, Work(0, shard))
-        )
-        assert same(made, whole)
+        plain = LoadedSplit(source.for_workers(), chain(False))
+        assert same(made, list(blocks_of(plain, plan, Work(0, shard))))
         assert made[0][1].found == 50
         assert sum(report.found for _, report in made) < 60
 
@@ -300,9 +281,8 @@ def test_a_host_that_shall_not_keep_a_shard_still_uses_what_it_has(few: Any, roo
     cache = HostCache(root, "k", SPEC)
     assert not any(report.kept for _, report in run_pass(source, 0, cache, store=False))
     run_pass(source, 0, cache)
-    assert all(
-        report.found == report.records for _, report in run_pass(source, 1, cache, store=False)
-    )
+    again = run_pass(source, 1, cache, store=False)
+    assert all(report.found == report.records for _, report in again)
 
 
 def test_kept_values_come_back_as_they_were_and_may_be_written_to(root: Path) -> None:
@@ -320,9 +300,7 @@ def test_kept_values_come_back_as_they_were_and_may_be_written_to(root: Path) ->
             assert np.array_equal(found["image"], large)
             assert np.array_equal(found["small"], small)
             assert torch.equal(found["t"], tensor)
-            assert {k: found[k] for k in ("text", "n", "none", "b")} == {
-                k: record[k] for k in ("text", "n", "none", "b")
-            }
+            assert all(found[name] == record[name] for name in ("text", "n", "none", "b"))
             found["image"][:] = found["small"][:] = 0  # a transform's own copy, not what is kept
             found["t"].add_(1)
         assert cache.keep(record) == 0, "kept already"
@@ -337,35 +315,28 @@ def test_other_data_or_another_chain_finds_nothing(digits: Path) -> None:
     train, val = opened(digits / "images"), ImageFolderSource(str(digits / "images" / "val"))
     stages = as_stages([DecodeImage(), CheckLabel(10)])
     again = as_stages([DecodeImage(), CheckLabel(10)])
-    assert agree(train.fingerprint(), opened(digits / "images").fingerprint()), (
-        "as far as there was time"
-    )
+    again_opened = opened(digits / "images").fingerprint()
+    assert agree(train.fingerprint(), again_opened), "as far as there was time"
     prints = {source: source.fingerprint() for source in (train, val)}
 
     def key(source: Source, stages: Any, split: str = "train") -> str:
         return cache_key(split, prints[source], stages)
 
     assert key(train, stages) == key(train, again)
-    others = [
-        as_stages([DecodeImage("L"), CheckLabel(10)]),
-        as_stages([DecodeImage(), CheckLabel(9)]),
-    ]
+    grey, nine = [DecodeImage("L"), CheckLabel(10)], [DecodeImage(), CheckLabel(9)]
+    others = [as_stages(grey), as_stages(nine)]
     keys = {key(train, stages), key(val, stages), *(key(train, other) for other in others)}
     assert len(keys | {key(train, stages, "val")}) == 5
 
 
 def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() -> None:
     decode, crop = DecodeImage(), v2.RandomCrop(8)
-    assert (
-        prefix_length(as_stages([decode, v2.Resize(32, antialias=True), crop, v2.CenterCrop(8)]))
-        == 2
-    )
+    still = [decode, v2.Resize(32, antialias=True)]
+    assert prefix_length(as_stages([*still, crop, v2.CenterCrop(8)])) == 2
     assert prefix_length(as_stages([decode, lambda batch: batch, v2.CenterCrop(8)])) == 1
     assert prefix_length(as_stages([decode, v2.CenterCrop(8)])) == 2
-    with pytest.raises(
-        UsageError,
-        match=r"first stage RandomCrop is random, so nothing can be cached; put deterministic stages",
-    ):
+    says = "first stage RandomCrop is random, so nothing can be cached; put deterministic stages"
+    with pytest.raises(UsageError, match=says):
         refuse_nothing_to_keep(as_stages([crop]))
     with pytest.raises(UsageError, match="chain is empty"):
         refuse_nothing_to_keep([])
@@ -373,9 +344,7 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
 
 def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
     root.mkdir()
-    with pytest.raises(
-        CacheError, match=r"nothing can be cached in .* use data.cache disk or none"
-    ):
+    with pytest.raises(CacheError, match=r"nothing can be cached in .* use data.cache disk or "):
         room(root, SPEC, reserved_bytes=2**50)
     free = shutil.disk_usage(root)
     assert room(root, CacheSpec("disk", "r"), 0) < free.free / 2
@@ -400,11 +369,9 @@ time.sleep(60)
 
 
 def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS_A_FOLDER, str(root)],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
+    command = [sys.executable, "-c", HOLDS_A_FOLDER, str(root)]
+    options: Any = {"stdout": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, **options) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         past = time.time() - 2 * LEFT_AFTER_S
@@ -445,27 +412,21 @@ def work(*homes: str) -> deque[Work]:
 def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
     keeping = CacheAffinity("memory")
 
-    def taken(
-        left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD
-    ) -> list[tuple[str, bool]]:
-        return [
-            (each.shard.home, each.store)
-            for each in keeping.take_work("train", left, node, most, look)
-        ]
+    def taken(left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD) -> Any:
+        works = keeping.take_work("train", left, node, most, look)
+        return [(work.shard.home, work.store) for work in works]
 
     first = work("x", "y", "x", "z")
     assert taken(first, "a") == [("x", True)]
     assert taken(first, "b") == [("y", True)], "the next x is a's"
     assert taken(first, "a") == [("x", True)]
     second = work("y", "z", "x", "y")
-    assert taken(second, "a", most=4) == [("x", True), ("z", True)], (
-        "a task is not filled with another's"
-    )
+    own = taken(second, "a", most=4)
+    assert own == [("x", True), ("z", True)], "a task is not filled with another's"
     assert taken(second, "a", most=4) == [("y", False)]
     assert keeping.holder("val", Shard("", home="x")) == "", "each split has its own"
     assert taken(work("y", "x"), "a", most=2, look=1) == [("y", False), ("x", True)]
     keeping.hosts_are({"b"})
     assert taken(work("x"), "b", look=1) == [("x", True)], "what a lost host kept, another keeps"
-    assert taken(work("", ""), "c", most=2) == [("", True)] * 2, (
-        "without homes each keeps what it meets"
-    )
+    met = taken(work("", ""), "c", most=2)
+    assert met == [("", True)] * 2, "without homes each keeps what it meets"

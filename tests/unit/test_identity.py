@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import spoilt
 import torch
-from damage import checked
+from damage import checked, tar_of
 from draws import Listed, Plain
 from pyarrow import parquet
 from rows import Numbers
@@ -22,7 +21,7 @@ from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key
 from stoker.config.schema import Config
-from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
+from stoker.data import read_any, read_parquet, read_torch, read_webdataset
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import DataCursor, PassPlan, Plan, Work
 from stoker.read.host_cache import CacheSpec, HostCache
@@ -38,25 +37,18 @@ pytestmark = pytest.mark.long
 
 
 def job(recipe: str, **sections: Any) -> Config:
-    train = {"epochs": 2}
-    return Config.model_validate(
-        {"recipe": f"draws:{recipe}", "train": train, "seed": 3, **sections}
-    )
+    common = {"recipe": f"draws:{recipe}", "train": {"epochs": 2}, "seed": 3}
+    return Config.model_validate(common | sections)
 
 
 def resume(before: Source, now: Source, order: str = "exact") -> None:
-    plans = [
-        Plan(
-            seed=1,
-            shuffle=True,
-            order=order,
-            block_records=4,
-            fingerprint=identity_of(source).text,
-        )
-        for source in (before, now)
-    ]
+    plans = [plan(identity_of(source).text, order) for source in (before, now)]
     saved = DataCursor(epoch=0, rows=5, plan=plans[0]).model_dump_json()
     refuse_other_data(DataCursor.model_validate_json(saved), plans[1])
+
+
+def plan(text: str, order: str = "any") -> Plan:
+    return Plan(seed=1, shuffle=True, order=order, block_records=4, fingerprint=text)
 
 
 def test_two_subsets_of_equal_length_have_caches_of_their_own() -> None:
@@ -151,13 +143,10 @@ def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path, share: fl
 
 
 def images(folder: Path) -> Source:
-    for label in ("cat", "dog"):
-        (folder / "train" / label).mkdir(parents=True)
-        for i in range(20):
-            (folder / "train" / label / f"{i}.jpg").write_bytes(f"{label} {i:3}".encode() * 50)
-    source = read_images(str(folder), "train")
-    assert source is not None
-    return source
+    names = [(label, number) for label in ("cat", "dog") for number in range(20)]
+    files = [(f"train/{label}/{i}.jpg", f"{label} {i:3}".encode() * 50) for label, i in names]
+    spoilt.images(*files, classes="")(folder)
+    return opened(folder)
 
 
 def rows(folder: Path) -> Source:
@@ -169,11 +158,8 @@ def rows(folder: Path) -> Source:
 
 def shards(folder: Path) -> Source:
     folder.mkdir()
-    with tarfile.open(folder / "train-0.tar", "w") as tar:
-        for i in range(50):
-            member = tarfile.TarInfo(f"{i:03}.txt")
-            member.size = 6
-            tar.addfile(member, io.BytesIO(b"text%02d" % i))
+    members = [(f"{i:03}.txt", b"text%02d" % i) for i in range(50)]
+    (folder / "train-0.tar").write_bytes(tar_of(members))
     return opened(folder)
 
 
@@ -195,9 +181,8 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
     at = content.find(b"text49") + 5 if make is shards else len(content) // 3
     content[at] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        UsageError, match="names, sizes and counts agree, but not what the records hold"
-    ):
+    says = "names, sizes and counts agree, but not what the records hold"
+    with pytest.raises(UsageError, match=says):
         changed = opened(copied)
         assert not agree(text, identity_of(changed).text)
         refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed).text))
@@ -207,11 +192,8 @@ def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
     tmp_path: Path,
 ) -> None:
     def planned(folder: Path) -> tuple[Passes, Plan]:
-        data = Data(
-            {split: opened(folder, split) for split in ("train", "val")},
-            {"train": Chain([], 0)},
-            {},
-        )
+        sources = {split: opened(folder, split) for split in ("train", "val")}
+        data = Data(sources, {"train": Chain([], 0)}, {})
         passes = Passes(Config.model_validate({"train": {"epochs": 2}}), data.sources, {})
         return passes, plan_of(passes, data)
 
@@ -232,10 +214,6 @@ def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
             refuse_other_data(position, changed)
 
 
-def plan(text: str) -> Plan:
-    return Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint=text)
-
-
 def test_contents_that_two_files_have_exchanged_are_noticed(tmp_path: Path) -> None:
     text = identity_of(images(tmp_path / "data")).text
     one, other = (tmp_path / "data/train/cat" / name for name in ("3.jpg", "4.jpg"))
@@ -247,9 +225,8 @@ def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> No
     rows(tmp_path / "data")
     texts = []
     for columns in (["x"], ["y"], None):
-        texts.append(
-            identity_of(checked(read_parquet(str(tmp_path / "data"), "train", columns))).text
-        )
+        source = checked(read_parquet(str(tmp_path / "data"), "train", columns))
+        texts.append(identity_of(source).text)
     assert len(set(texts)) == 3
     shards(tmp_path / "tar")
     labels = [

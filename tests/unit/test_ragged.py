@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,11 @@ def batches(way: Way, rows: list[dict[str, Any]] = ROWS, **changes: Any) -> list
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_batch_is_padded_to_its_longest_row(way: Way, direct: bool) -> None:
     found = batches(way, pad={"ids": -1}, direct=direct)
-    assert [batch["ids_length"].tolist() for batch in found] == [
-        LENGTHS[:4],
-        LENGTHS[4:8],
-        LENGTHS[8:],
-    ]
+    lengths = [batch["ids_length"].tolist() for batch in found]
+    assert lengths == [LENGTHS[:4], LENGTHS[4:8], LENGTHS[8:]]
     assert [batch["ids"].shape for batch in found] == [(4, 5), (4, 4), (4, 7)]
-    assert found[0]["ids"].tolist() == [
-        [0, 1, 2, -1, -1],
-        [-1] * 5,
-        [20, 21, 22, 23, 24],
-        [30, *[-1] * 4],
-    ]
+    rows = [[0, 1, 2, -1, -1], [-1] * 5, [20, 21, 22, 23, 24], [30, *[-1] * 4]]
+    assert found[0]["ids"].tolist() == rows
     assert found[0]["ids"].dtype == torch.int32
 
 
@@ -95,11 +89,8 @@ def test_what_cannot_be_padded_is_refused_before_training(
 @pytest.mark.parametrize(("value", "fits"), [(-1e9, False), (-1e4, True), (float("-inf"), True)])
 def test_a_finite_pad_never_becomes_infinite(way: Way, value: float, fits: bool) -> None:
     rows = [{**row, "ids": row["ids"].astype(np.float16)} for row in ROWS]
-    with (
-        contextlib.nullcontext()
-        if fits
-        else pytest.raises(UsageError, match="float16, which cannot be")
-    ):
+    refused = pytest.raises(UsageError, match="float16, which cannot be")
+    with contextlib.nullcontext() if fits else refused:
         assert batches(way, rows, pad={"ids": value})[0]["ids"].min() == value
 
 
@@ -113,10 +104,7 @@ def test_the_name_of_the_lengths_is_not_for_another_column(way: Way) -> None:
     ("value", "expected"),
     [
         (np.arange(3), "column 'ids' is int64 of shape .* in record r9, int32 of shape"),
-        (
-            np.zeros((2, 2), np.int32),
-            r"column 'ids' differs in shape between records: \(-1, 2\) in r9, \(-1,\)",
-        ),
+        (np.zeros((2, 2), np.int32), r"'ids' differs in shape between .*\(-1, 2\) in r9, \(-1,\)"),
         ([1, 2], "column 'ids' holds list .record r9."),
     ],
 )
@@ -156,9 +144,8 @@ def blocks_of_random_lengths(bucket_by: str | None, epoch: int = 0) -> list[list
     chain = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by=bucket_by)
     found = []
     for number in range(20):
-        records = of_lengths(
-            chance.integers(0, 200, chance.integers(200, 300)).tolist(), 1000 * number
-        )
+        lengths = chance.integers(0, 200, chance.integers(200, 300)).tolist()
+        records = of_lengths(lengths, 1000 * number)
         columns, report = chain.run(records, epoch)
         assert sorted(columns["__id"].tolist()) == sorted(record_id(r["key"]) for r in records)
         assert report.rows == len(records)
@@ -178,9 +165,7 @@ def test_bucketing_leaves_less_than_a_third_of_the_padding_wherever_batches_begi
     assert padding(blocks_of_random_lengths("ids")) < 0.3
 
 
-def test_bucketed_rows_keep_their_order_when_a_block_is_made_again_and_change_it_with_the_epoch() -> (
-    None
-):
+def test_the_order_of_bucketed_rows_depends_on_the_epoch_alone() -> None:
     first = blocks_of_random_lengths("ids")
     assert first == blocks_of_random_lengths("ids")
     assert first != blocks_of_random_lengths("ids", epoch=1)
@@ -203,56 +188,52 @@ def test_bucketing_by_a_column_that_is_not_padded_is_refused() -> None:
         open_data(Config.model_validate(changes))
 
 
-def _more_values(ids: Ragged) -> Ragged:
-    return Ragged(np.append(ids.values, ids.values[:1]), ids.offsets)
-
-
-def _shifted(ids: Ragged) -> Ragged:
-    return Ragged(np.append(ids.values[:1], ids.values), ids.offsets + 1)
-
-
-def _backwards(ids: Ragged) -> Ragged:
+def backwards(ids: Ragged) -> Ragged:
     offsets = ids.offsets.copy()
     offsets[[1, 2]] = offsets[[4, 1]]
     return Ragged(ids.values, offsets)
 
 
-def _other_type(ids: Ragged) -> Ragged:
-    return Ragged(ids.values.astype(np.int64), ids.offsets)
-
-
-def _a_row_less(ids: Ragged) -> Ragged:
-    return ids[:-1]
-
-
-def _fixed(ids: Ragged) -> Any:
-    return np.zeros((len(ids), 3), np.int32)
+CHANGES: dict[str, tuple[Callable[[Ragged], Any], str]] = {
+    "more values": (
+        lambda ids: Ragged(np.append(ids.values, ids.values[:1]), ids.offsets),
+        "row offsets from 0 to .* damaged block",
+    ),
+    "shifted": (
+        lambda ids: Ragged(np.append(ids.values[:1], ids.values), ids.offsets + 1),
+        "row offsets from 1 to .* damaged block",
+    ),
+    "backwards": (backwards, "do not divide"),
+    "another type": (
+        lambda ids: Ragged(ids.values.astype(np.int64), ids.offsets),
+        "column 'ids' is int64 of shape",
+    ),
+    "a row less": (lambda ids: ids[:-1], "has 4 rows, but was reported with 5"),
+    "of one length": (
+        lambda ids: np.zeros((len(ids), 3), np.int32),
+        r"column 'ids' is int32 of shape \(3,\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (_more_values, "row offsets from 0 to .* damaged block"),
-        (_shifted, "row offsets from 1 to .* damaged block"),
-        (_backwards, "do not divide"),
-        (_other_type, "column 'ids' is int64 of shape"),
-        (_a_row_less, "has 4 rows, but was reported with 5"),
-        (_fixed, r"column 'ids' is int32 of shape \(3,\)"),
-    ],
-)
-def test_a_damaged_block_never_becomes_a_batch(
-    way: Way, change: Any, expected: str, direct: bool
-) -> None:
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_damaged_block_never_becomes_a_batch(way: Way, case: str, direct: bool) -> None:
+    change, expected = CHANGES[case]
+
     def damage(references: list[str], store: Store) -> None:
         block = store[references[1]]
-        changed = block | {"ids": change(block["ids"])}
-        if change is _a_row_less:
-            changed = {name: column[:4] for name, column in changed.items()}
-        store[references[1]] = changed
+        ids = change(block["ids"])
+        others = {name: column[: len(ids)] for name, column in block.items()}
+        store[references[1]] = others | {"ids": ids}
 
     with pytest.raises(SchemaError, match=expected):
         batches(way, pad={"ids": 0}, direct=direct, damage=damage)
+
+
+def builder(ids: Ragged, rows: int) -> BatchBuilder:
+    schema = schema_of({"ids": ids}, pads={"ids": Pad(0)})
+    return BatchBuilder(BufferPool(pinned=False), rows, schema)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +253,7 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(
     threading.Thread(target=answer).start()
     part = BlockSlice("b", 0, 2, "far", 2)
     columns = {"ids": Ragged(np.zeros(3, np.int32), np.array([0, 2, 3]))}
-    batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of(columns, pads={"ids": Pad(0)}))
+    batch = builder(columns["ids"], 2)
     request = RowRequest(None, None, ours, part, [], reused=False)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="row offsets from"):
         request.receive(batch, 0)
@@ -282,7 +263,7 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(
 
 def test_rows_that_come_a_second_time_take_the_place_of_the_first() -> None:
     ids = Ragged.of([np.array([1, 2]), np.array([3])], "int64")
-    batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of({"ids": ids}, pads={"ids": Pad(0)}))
+    batch = builder(ids, 2)
     batch.ragged("ids", 0, ids.offsets, 3)[...] = 9  # the connection ended before `wrote`
     batch.take(BlockSlice("b", 0, 2, "", 2), {"ids": ids}, 0)
     assert batch.finish()["ids"].tolist() == [[1, 2], [3, 0]]
@@ -290,7 +271,7 @@ def test_rows_that_come_a_second_time_take_the_place_of_the_first() -> None:
 
 def test_rows_stand_in_their_places_in_whatever_order_they_come() -> None:
     ids = Ragged.of([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])], "int64")
-    batch = BatchBuilder(BufferPool(pinned=False), 3, schema_of({"ids": ids}, pads={"ids": Pad(0)}))
+    batch = builder(ids, 3)
     for start, stop in ((2, 3), (0, 1), (1, 2)):
         batch.take(BlockSlice("b", start, stop, "", 3), {"ids": ids}, start)
     found = batch.finish()
@@ -305,12 +286,8 @@ def test_a_block_is_the_same_before_and_after_it_was_a_file(
 ) -> None:
     rows = [np.ones((n, *shape), dtype) * n for n in (0, 3, 1, 0)]
     text = np.array(["ä", "\udce4", "", None, "日本"], dtype=object)
-    whole = {
-        "x": Ragged.of(rows, dtype),
-        "t": text,
-        "__id": np.arange(4),
-        "e": np.zeros((0, 2), dtype),
-    }
+    others = {"t": text, "__id": np.arange(4), "e": np.zeros((0, 2), dtype)}
+    whole = {"x": Ragged.of(rows, dtype), **others}
     found = block_columns(b"".join(block_parts(whole)))
     column = found["x"]
     assert found["t"].tolist() == text.tolist() and found["e"].shape == (0, 2)
@@ -321,9 +298,7 @@ def test_a_block_is_the_same_before_and_after_it_was_a_file(
 
 def test_the_values_of_a_block_are_not_copied() -> None:
     ids = Ragged.of([np.arange(1000), np.arange(7)], "int64")
-    assert any(
-        np.shares_memory(np.frombuffer(part, np.uint8), ids.values)
-        for part in block_parts({"i": ids})
-    )
-    content = b"".join(block_parts({"i": ids}))
+    parts = block_parts({"i": ids})
+    assert any(np.shares_memory(np.frombuffer(part, np.uint8), ids.values) for part in parts)
+    content = b"".join(parts)
     assert np.shares_memory(block_columns(content)["i"].values, np.frombuffer(content, np.uint8))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from damage import tar_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from whole_way import Listed, Store, Way
 
 from stoker.chain.columns import schema_of
-from stoker.chain.transforms import Drop
-from stoker.data import Pad, read_torch, read_webdataset
+from stoker.data import Drop, Pad, read_torch, read_webdataset
 from stoker.errors import SchemaError, StokerError, UsageError
 from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
@@ -233,56 +232,49 @@ def batches(
     return way.batches(source, list(chain), **(sizes | changes))
 
 
-def _cut(columns: dict[str, Any]) -> dict[str, Any]:
-    return {name: column[:-1] for name, column in columns.items()}
+def words(count: int) -> Any:
+    return np.array([None] * count, dtype=object)
 
 
-def _lengthened(columns: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.concatenate([column, column[-1:]]) for name, column in columns.items()}
-
-
-def _other_type(columns: dict[str, Any]) -> dict[str, Any]:
-    return columns | {"x": columns["x"] + 0.5}
-
-
-def _other_shape(columns: dict[str, Any]) -> dict[str, Any]:
-    return columns | {"v": np.zeros((len(columns["v"]), 3), np.float32)}
-
-
-def _without(columns: dict[str, Any]) -> dict[str, Any]:
-    return {name: column for name, column in columns.items() if name != "v"}
-
-
-def _with(columns: dict[str, Any]) -> dict[str, Any]:
-    return columns | {"more": columns["x"]}
-
-
-def _no_text(columns: dict[str, Any]) -> dict[str, Any]:
-    return columns | {"word": np.array([None] * len(columns["word"]), dtype=object)}
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "a row less": (
+        lambda block: {name: column[:-1] for name, column in block.items()},
+        "has 4 rows, but was reported with 5",
+    ),
+    "a row more": (
+        lambda block: {name: np.append(column, column[-1:], 0) for name, column in block.items()},
+        "has 6 rows, but was reported with 5",
+    ),
+    "another type": (
+        lambda block: block | {"x": block["x"] + 0.5},
+        "has other columns than its split: column 'x' is float64, int64 in record r0",
+    ),
+    "another shape": (
+        lambda block: block | {"v": np.zeros((len(block["v"]), 3), np.float32)},
+        r"column 'v' is float32 of shape \(3,\), float32 of shape \(2,\) in record r0",
+    ),
+    "a column less": (
+        lambda block: {name: column for name, column in block.items() if name != "v"},
+        "column 'v' is absent, float32 of shape",
+    ),
+    "a column more": (
+        lambda block: block | {"more": block["x"]},
+        "column 'more' is int64, absent in record r0",
+    ),
+    "no text": (
+        lambda block: block | {"word": words(len(block["word"]))},
+        "column 'word' holds None, which is not text",
+    ),
+}
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (_cut, "has 4 rows, but was reported with 5"),
-        (_lengthened, "has 6 rows, but was reported with 5"),
-        (
-            _other_type,
-            "has other columns than its split: column 'x' is float64, int64 in record r0",
-        ),
-        (
-            _other_shape,
-            r"column 'v' is float32 of shape \(3,\), float32 of shape \(2,\) in record r0",
-        ),
-        (_without, "column 'v' is absent, float32 of shape"),
-        (_with, "column 'more' is int64, absent in record r0"),
-        (_no_text, "column 'word' holds None, which is not text"),
-    ],
-)
+@pytest.mark.parametrize("case", CHANGES)
 def test_a_block_that_is_not_as_reported_is_an_error_where_it_is_fetched(
-    way: Way, change: Any, expected: str, direct: bool
+    way: Way, case: str, direct: bool
 ) -> None:
+    change, expected = CHANGES[case]
+
     def damage(references: Any, store: Store) -> None:
         store[references[1]] = change(store[references[1]])
 
@@ -299,11 +291,7 @@ def test_a_block_that_is_not_as_reported_is_an_error_where_it_is_fetched(
         ("x", np.int32(1), "column 'x' is int32 in record r13, int64 in record r"),
         ("x", 2**63, "column 'x': the number in record r13 does not fit int64"),
         ("word", b"w", "column 'word' holds bytes .record r13."),
-        (
-            "v",
-            np.zeros(3, np.float32),
-            r"column 'v' differs in shape .* \(3,\) in r13, \(2,\) in r",
-        ),
+        ("v", np.zeros(3, "f4"), r"column 'v' differs in shape .* \(3,\) in r13, \(2,\) in r"),
         ("extra", 1, "record r13 has a column 'extra' that record r0 lacks"),
         ("__id", 1, "record r13 has a column '__id' that record r0 lacks"),
     ],
@@ -333,24 +321,21 @@ def test_a_record_that_lacks_a_value_is_quarantined_however_blocks_are_cut(
     assert sum(len(batch["x"]) for step in steps for batch in step) == 18
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (
-            {"a": 1},
-            "train: column 'x' holds dict .record r0., which a batch cannot; .*Drop\\('x'\\)",
-        ),
-        ([1, 2], "train: column 'x' holds list"),
-        (b"x", "train: column 'x' holds bytes"),
-        (np.datetime64("2020-01-01"), "train: column 'x' holds arrays of datetime64"),
-        (np.array(["a"], dtype=object), "train: column 'x' holds arrays of object"),
-    ],
-)
+UNBATCHED: list[tuple[Any, str]] = [
+    ({"a": 1}, r"dict .record r0., which a batch cannot; .*Drop\('x'\)"),
+    ([1, 2], "list"),
+    (b"x", "bytes"),
+    (np.datetime64("2020-01-01"), "arrays of datetime64"),
+    (np.array(["a"], dtype=object), "arrays of object"),
+]
+
+
+@pytest.mark.parametrize(("value", "expected"), UNBATCHED)
 def test_columns_that_no_batch_holds_are_refused_before_training_unless_they_are_dropped(
     way: Way, value: Any, expected: str
 ) -> None:
     rows = [{"key": f"r{i}", "x": value, "y": i} for i in range(10)]
-    with pytest.raises(UsageError, match=expected):
+    with pytest.raises(UsageError, match=f"train: column 'x' holds {expected}"):
         batches(way, rows)
     steps, _ = batches(way, rows, [Drop("x", "absent")])
     assert [sorted(batch) for step in steps for batch in step] == [["__id", "y"]] * 2
@@ -366,28 +351,23 @@ def test_blocks_that_disagree_end_the_run_where_nobody_knew_the_schema(way: Way)
     class Late(Listed):
         def read(self, shard: Any, order: Any) -> Any:
             for record in super().read(shard, order):
-                yield (
-                    BadRecord(record["key"], "bad")
-                    if record["key"] in ("r0", "r1", "r2", "r3")
-                    else record
-                )
+                late = record["key"] in ("r0", "r1", "r2", "r3")
+                yield BadRecord(record["key"], "bad") if late else record
 
     rows = [dict(row) for row in ROWS]
     _, bad = batches(way, rows, source=Late(rows, 10))
     assert len(bad) == 4
     for row in rows[10:]:
         row["x"] += 0.5
-    with pytest.raises(
-        SchemaError, match="the train split has blocks with different columns: column 'x' is"
-    ):
+    says = "the train split has blocks with different columns: column 'x' is"
+    with pytest.raises(SchemaError, match=says):
         batches(way, rows, source=Late(rows, 10))
 
 
 def test_no_batch_has_a_row_that_nothing_wrote() -> None:
-    batch = BatchBuilder(
-        BufferPool(pinned=False), 7, schema_of({"x": np.arange(5), "y": np.arange(5)})
-    )
-    batch.take(BlockSlice("b", 0, 5, "", 5), {"x": np.arange(5), "y": np.arange(5)}, 0)
+    columns = {"x": np.arange(5), "y": np.arange(5)}
+    batch = BatchBuilder(BufferPool(pinned=False), 7, schema_of(columns))
+    batch.take(BlockSlice("b", 0, 5, "", 5), columns, 0)
     with pytest.raises(SchemaError, match="column 'x': 5 of the batch's 7 rows were written"):
         batch.finish()
 
@@ -396,24 +376,18 @@ def test_a_torch_dataset_loses_no_value_of_its_items(way: Way) -> None:
     with pytest.raises(UsageError, match="item 0 has 3 values, but columns= names 2: image, label"):
         batches(way, [], source=read_torch([(1, 2, 3)]))
     items = [(1, 2, 3), (4, 5, 6)]
-    steps, _ = batches(way, [], source=read_torch(items, columns=("a", "b", "c")))
-    assert {name: column.tolist() for name, column in steps[0][0].items() if name != "__id"} == {
-        "a": [1, 4],
-        "b": [2, 5],
-        "c": [3, 6],
-    }
+    [[batch]], _ = batches(way, [], source=read_torch(items, columns=("a", "b", "c")))
+    assert [batch[name].tolist() for name in ("a", "b", "c")] == [[1, 4], [2, 5], [3, 6]]
 
 
 def shard(folder: Path, lacking: int) -> str:
-    with tarfile.open(folder / "train-0.tar", "w") as tar:
-        for i in range(12):
-            members = {"cls": str(i), "txt": f"word {i}", "json": f'{{"nr": {i}}}'}
-            if i == lacking:
-                del members["txt"]
-            for suffix, text in members.items():
-                info = tarfile.TarInfo(f"{i:04}.{suffix}")
-                info.size = len(text)
-                tar.addfile(info, io.BytesIO(text.encode()))
+    members = [
+        (f"{i:04}.{suffix}", text.encode())
+        for i in range(12)
+        for suffix, text in (("cls", str(i)), ("txt", f"word {i}"), ("json", f'{{"nr": {i}}}'))
+        if (i, suffix) != (lacking, "txt")
+    ]
+    (folder / "train-0.tar").write_bytes(tar_of(members))
     return str(folder)
 
 

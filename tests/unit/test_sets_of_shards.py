@@ -34,24 +34,15 @@ SETS: dict[str, tuple[tuple[str, ...], bool]] = {
     "a held-out shard": (BOTH, True),
     "folds": ((*parts("train/f-{}", 1, 2, count=3), *parts("val/f-{}", 3, count=3)), True),
     "a held-out shard for the test": ((*BOTH[:2], BOTH[3], BOTH[2].replace("train", "test")), True),
-    "languages in one folder": (
-        (*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0, 1)),
-        False,
-    ),
+    "languages": ((*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0, 1)), False),
     "numbered to the last": (tuple(parts("train-{}", 0, 1, 2, 3, count=3)), True),
     "hashes": (("train-0-of-2-1f3e9c2a.parquet", "train-1-of-2-9c2a-deadbeef.parquet"), True),
     "other ends": (("train-0-of-2-xyz.parquet", "train-1-of-2-uvw.parquet"), True),
     "whole sets of one name": ((*parts("train/p-{}", 0, 1), *parts("val/p-{}", 0, count=1)), True),
     "a shard in both splits": ((*BOTH, *parts("val/part-{}", 2, count=4)), False),
     "a shard in no split": ((*BOTH[:2], BOTH[3]), False),
-    "a copy of the only one": (
-        ("train-0-of-1.parquet", "train-0-of-1 (1).parquet"),
-        False,
-    ),
-    "two versions": (
-        ("train-0-of-1-1f3e9c2a.parquet", "train-0-of-1-0e3e9c2b.parquet"),
-        False,
-    ),
+    "a copy of the only one": (("train-0-of-1.parquet", "train-0-of-1 (1).parquet"), False),
+    "two versions": (tuple(f"train-0-of-1-{n}e3e9c2a.parquet" for n in "01"), False),
     "a shard beside the splits": ((*BOTH[:3], *parts("part-{}", 3, count=4)), False),
 }
 

@@ -80,7 +80,10 @@ class Everything(Recipe):
 
 def read(*words: str, file: Any = None) -> Everything:
     """The recipe that these overrides give, from the command line to the job's own process."""
-    config = load(file, [f"params.{word}" for word in words]).config
+    return recipe_of(load(file, [f"params.{word}" for word in words]).config)
+
+
+def recipe_of(config: Config) -> Everything:
     recipe = load_recipe(f"{__name__}:Everything", config.params, HERE)
     assert isinstance(recipe, Everything)
     return recipe
@@ -173,22 +176,12 @@ def test_the_type_of_a_parameter_says_what_a_text_means(word: str, meant: Any) -
     assert (found, type(found)) == (meant, type(meant))
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        *(
-            "number=1e3",
-            "number=5 #",
-            "number=none",
-            "rate=1_0 ",
-            "flag=maybe",
-            "names=a",
-            "names=[a",
-            "mode=3",
-        ),
-        *("sizes=[1.5]", "rates={a: b}", "crop=3", "rates={a: 1, a: 2}", "sizes=[&a [*a]]"),
-    ],
-)
+UNFIT = """\
+number=1e3|number=5 #|number=none|rate=1_0 |flag=maybe|names=a|names=[a|mode=3|sizes=[1.5]|\
+rates={a: b}|crop=3|rates={a: 1, a: 2}|sizes=[&a [*a]]"""
+
+
+@pytest.mark.parametrize("word", UNFIT.split("|"))
 def test_a_text_that_does_not_fit_is_refused_with_its_key_and_as_typed(word: str) -> None:
     name = word.partition("=")[0]
     with pytest.raises(UsageError, match=rf"^params\.{name}.*\(got .*\)$"):
@@ -249,8 +242,7 @@ def test_text_stays_itself_on_the_way_through_a_staged_job(
     (folder / "job.origins.json").write_text(json.dumps(first.origins))
     again = run.read_configuration(["--config", str(folder / "job.yaml")], {}).config
     assert again.tracking.mlflow.tags == {"x": text}
-    recipe = load_recipe(f"{__name__}:Everything", again.params, HERE)
-    assert isinstance(recipe, Everything)
+    recipe = recipe_of(again)
     assert (recipe.text, recipe.maybe) == (text, None if text == "null" else text)
 
 
@@ -260,13 +252,8 @@ def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
         "params: {maybe: 'null', either: '5', augment: none, mode: none, some: ~, any: 5}\n"
     )
     recipe = read(file=job)
-    assert (recipe.maybe, recipe.either, recipe.augment, recipe.mode) == (
-        "null",
-        "5",
-        "none",
-        "none",
-    )
-    assert (recipe.some, recipe.any) == (None, 5)
+    found = (recipe.maybe, recipe.either, recipe.augment, recipe.mode, recipe.some, recipe.any)
+    assert found == ("null", "5", "none", "none", None, 5)
 
 
 @pytest.mark.parametrize(
@@ -278,16 +265,14 @@ def test_a_yes_of_yaml_is_no_number(tmp_path: Path, params: str) -> None:
     name = params.partition(":")[0]
     with pytest.raises(UsageError, match=rf"^params\.{name}: must be a number \(got .*True.*\)$"):
         read(file=job)
+    meant = {"options": {"a": True}, "bare": [True], "number": 0}
+    meant |= dict.fromkeys(("flag", "both", "any", "pretrained", "lr", "loose"), True)
     job.write_text(
-        "params: {flag: yes, both: on, options: {a: yes}, bare: [true], any: yes, number: off}\n"
+        "params: {flag: yes, both: on, options: {a: yes}, bare: [true], any: yes, number: off,"
+        " pretrained: true, lr: yes, loose: true}\n"
     )
-    recipe = read(file=job)
-    assert (recipe.flag, recipe.both, recipe.options, recipe.bare, recipe.any, recipe.number) == (
-        *(True, True, {"a": True}, [True], True, 0),
-    )
-    job.write_text("params: {pretrained: true, lr: yes, loose: true}\n")
-    recipe = read(file=job)
-    assert recipe.pretrained is recipe.lr is recipe.loose is True
+    found = read(file=job).model_dump(include={*meant})
+    assert found == meant and found["lr"] is True
 
 
 def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
@@ -331,33 +316,33 @@ def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
 
 
 AS_TEXT = {
-    "train__lr": "1e-3",
-    "train__scheduler": "cosine",
-    "data__cache": "none",
-    "params__text": "/data/my set #2",
-    "params__maybe": "none",
-    "params__some": "null",
-    "params__number": "64",
-    "params__flag": "false",
-    "params__names": '["010", "b"]',
-    "params__rates": '{"a": 1}',
-    "tracking__mlflow__experiment": "010",
+    "train.lr": "1e-3",
+    "train.scheduler": "cosine",
+    "data.cache": "none",
+    "params.text": "/data/my set #2",
+    "params.maybe": "none",
+    "params.some": "null",
+    "params.number": "64",
+    "params.flag": "false",
+    "params.names": '["010", "b"]',
+    "params.rates": '{"a": 1}',
+    "tracking.mlflow.experiment": "010",
 }
-QUOTED = (
-    *("train__scheduler", "data__cache", "params__text"),
-    *("params__maybe", "params__number", "tracking__mlflow__experiment"),
-)
+AS_PYTHON = {"params.some": "None", "params.flag": "False", "params.rates": "{'a': 1}"}
+AS_PYTHON |= {"train.lr": "0.001", "params.names": "['010', 'b']"}
+PLAIN = ("train.lr", "params.some", "params.flag", "params.names", "params.rates")
+QUOTED = {key: f'"{value}"' for key, value in AS_TEXT.items() if key not in PLAIN}
+
+
+def underscored(sent: dict[str, str]) -> dict[str, str]:
+    return {key.replace(".", "__"): value for key, value in sent.items()}
+
+
 SENT: dict[str, dict[str, str]] = {
-    "the AWS CLI and boto3": AS_TEXT,
-    "SageMaker's SDK 2": AS_TEXT
-    | {key: f'"{AS_TEXT[key]}"' for key in QUOTED}
-    | {"train__lr": "0.001"},
-    "a tuner with keys as in a file": {
-        key.replace("__", "."): value for key, value in AS_TEXT.items()
-    },
-    "an estimator that prints Python": AS_TEXT
-    | {"train__lr": "0.001", "params__some": "None", "params__flag": "False"}
-    | {"params__names": "['010', 'b']", "params__rates": "{'a': 1}"},
+    "the AWS CLI and boto3": underscored(AS_TEXT),
+    "SageMaker's SDK 2": underscored(AS_TEXT | QUOTED | {"train.lr": "0.001"}),
+    "a tuner with keys as in a file": AS_TEXT,
+    "an estimator that prints Python": underscored(AS_TEXT | AS_PYTHON),
 }
 
 
@@ -386,15 +371,11 @@ def test_a_hyperparameter_arrives_as_meant(
         arguments += copied
     (tmp_path / "job.origins.json").write_text('{"train.epochs": "digits.yaml"}')
     resolved = run.read_configuration(arguments, sagemaker.SERVICE.given())
-    assert (resolved.origins["train.epochs"], resolved.origins["train.lr"]) == (
-        "digits.yaml",
-        "arguments",
-    )
-    config = resolved.config
+    config, origins = resolved.config, resolved.origins
+    assert (origins["train.epochs"], origins["train.lr"]) == ("digits.yaml", "arguments")
     assert (config.train.lr, config.train.scheduler, config.train.epochs) == (0.001, "cosine", 3)
     assert (config.data.cache, config.tracking.mlflow.experiment) == ("none", "010")
-    recipe = load_recipe(f"{__name__}:Everything", config.params, HERE)
-    assert isinstance(recipe, Everything)
+    recipe = recipe_of(config)
     assert (recipe.text, recipe.maybe, recipe.some) == ("/data/my set #2", "none", None)
     assert (recipe.number, recipe.flag, recipe.names) == (64, False, ["010", "b"])
     assert recipe.rates == {"a": 1.0}
@@ -421,55 +402,50 @@ def test_text_that_reads_as_null_is_text_where_the_producer_quotes_it(
     sent = {"params__maybe": '"null"', "params__either": '"5"'}
     (tmp_path / "input" / "config" / "hyperparameters.json").write_text(json.dumps(sent))
     (tmp_path / "job.yaml").write_text("train: {epochs: 3}\n")
-    params = run.read_configuration(
-        ["--config", str(tmp_path / "job.yaml")], sagemaker.SERVICE.given()
-    ).config
-    recipe = load_recipe(f"{__name__}:Everything", params.params, HERE)
-    assert isinstance(recipe, Everything)
+    arguments = ["--config", str(tmp_path / "job.yaml")]
+    recipe = recipe_of(run.read_configuration(arguments, sagemaker.SERVICE.given()).config)
     assert (recipe.maybe, recipe.either) == ("null", "5")
 
 
-PATHS = (
+PATHS = [
     "output_dir",
-    "checkpoint.dir",
-    "checkpoint.resume",
     "params.data",
     "script",
+    "checkpoint.dir",
+    "checkpoint.resume",
     "slurm.image",
-)
+]
+EXPANDED = {
+    "~/x y": "/home/me/x y",
+    "$HOME/x": "/home/me/x",
+    "${DISK}/a/$RUN": "/disk/a/7",
+    "a$5": "a$5",
+}
 
 
 @pytest.mark.parametrize("key", PATHS)
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("~/x y", "/home/me/x y"),
-        ("$HOME/x", "/home/me/x"),
-        ("${DISK}/a/$RUN", "/disk/a/7"),
-        ("a$5", "a$5"),
-    ],
-)
+@pytest.mark.parametrize("typed", EXPANDED)
 def test_home_and_variables_are_expanded_in_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, typed: str, meant: str
+    monkeypatch: pytest.MonkeyPatch, key: str, typed: str
 ) -> None:
     for name, value in (("HOME", "/home/me"), ("DISK", "/disk"), ("RUN", "7")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_SUCH", raising=False)
     rest = ["slurm.container=apptainer"] if key == "slurm.image" else []
     section, _, name = key.rpartition(".")
-    job = tmp_path / "job.yaml"
-    job.write_text(yaml.safe_dump({section: {name: typed}} if section else {name: typed}))
-    for resolved in (load(job, rest), load(None, [*rest, f"{key}={typed}"])):
+
+    def in_file(value: str) -> dict[str, Any]:
+        return {section: {name: value}} if section else {name: value}
+
+    for resolved in (load(in_file(typed), rest), load(None, [*rest, f"{key}={typed}"])):
         config: Any = resolved.config.model_dump()
-        assert (config[section][name] if section else config[name]) == meant
+        assert (config[section] if section else config)[name] == EXPANDED[typed]
     for wrong in ("$NO_SUCH/x", "~no-such-user/x"):
-        with pytest.raises(
-            UsageError, match=rf"^command line: {key}: .*{wrong[1:5]}.*write the whole path"
-        ):
+        says = rf"{key}: .*{wrong[1:5]}.*write the whole path"
+        with pytest.raises(UsageError, match=f"^command line: {says}"):
             load(None, [*rest, f"{key}={wrong}"])
-        with pytest.raises(UsageError, match=rf"{key}: .*write the whole path"):
-            job.write_text(yaml.safe_dump({section: {name: wrong}} if section else {name: wrong}))
-            load(job, rest)
+        with pytest.raises(UsageError, match=says):
+            load(in_file(wrong), rest)
 
 
 def test_a_parameter_that_is_a_path_is_expanded_and_other_text_is_not(
@@ -552,23 +528,11 @@ def test_arguments_are_texts_and_leave_other_uses_of_an_anchor_alone(tmp_path: P
     assert (config.train.epochs, config.sagemaker.max_wait_s) == (3, None)
 
 
-def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
-    first = load(None, ["train.lr=0.1", "data.preprocess_on=[cpu, gpu]", "params.deep.key=[1, 2]"])
-    path = tmp_path / "job.yaml"
-    path.write_text(resolved_yaml(first))
-    assert load(path).config == first.config
+FORMS = [["--train__lr", "0.1"], ["--train.lr", "0.1"]]
+FORMS += [["--train.lr=0.1"], ["train.lr=0.1"], ["--train__lr=0.1"]]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--train__lr", "0.1"],
-        ["--train.lr", "0.1"],
-        ["--train.lr=0.1"],
-        ["train.lr=0.1"],
-        ["--train__lr=0.1"],
-    ],
-)
+@pytest.mark.parametrize("words", FORMS)
 def test_hyperparameters_come_in_many_forms(words: list[str]) -> None:
     assert load(None, hyperparameter_overrides(words)).config.train.lr == 0.1
 
