@@ -251,3 +251,13 @@ def test_a_shard_is_read_once(answered: list[tuple[str, int]], tmp_path: Path) -
     [only] = source.shards(100, None)
     assert len(list(source.read(only, None))) == 100
     assert sum(size for path, size in answered if path.endswith("train-0.tar")) == len(shard())
+
+
+def test_a_damaged_header_is_found(answered: list[tuple[str, int]], tmp_path: Path) -> None:
+    at = 40 * 3072
+    content = bytearray(shard())
+    content[at + 3] ^= 1
+    (tmp_path / "train-0.tar").write_bytes(content)
+    root = upload(tmp_path, "damaged")
+    with pytest.raises(UsageError, match=f"damaged tar shard, byte {at}: bad checksum"):
+        read_all(read_any(root, "train"))
