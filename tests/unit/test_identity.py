@@ -42,7 +42,7 @@ def job(recipe: str, **sections: Any) -> Config:
 
 
 def resume(before: Source, now: Source, order: str = "exact") -> None:
-    plans = [plan(identity_of(source).text, order) for source in (before, now)]
+    plans = [plan(identity_of(source), order) for source in (before, now)]
     saved = DataCursor(epoch=0, rows=5, plan=plans[0]).model_dump_json()
     refuse_other_data(DataCursor.model_validate_json(saved), plans[1])
 
@@ -54,7 +54,7 @@ def plan(text: str, order: str = "any") -> Plan:
 def test_two_subsets_of_equal_length_have_caches_of_their_own() -> None:
     data = open_data(job("Halves", data={"cache": "memory"}))
     keys = {
-        cache_key(split, data.identity(split).text, chain.stages[: chain.prefix])
+        cache_key(split, data.identity(split), chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }
@@ -172,10 +172,10 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
     make: Callable[[Path], Source], tmp_path: Path
 ) -> None:
     before = make(tmp_path / "data")
-    text = identity_of(before).text
+    text = identity_of(before)
     copied = tmp_path / "copy"
     shutil.copytree(tmp_path / "data", copied)
-    assert identity_of(opened(copied)).text == text, "the data may move"
+    assert identity_of(opened(copied)) == text, "the data may move"
     file = sorted(f for f in copied.rglob("*") if f.is_file())[-1]
     content = bytearray(file.read_bytes())
     at = content.find(b"text49") + 5 if make is shards else len(content) // 3
@@ -184,8 +184,8 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
     says = "names, sizes and counts agree, but not what the records hold"
     with pytest.raises(UsageError, match=says):
         changed = opened(copied)
-        assert not agree(text, identity_of(changed).text)
-        refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed).text))
+        assert not agree(text, identity_of(changed))
+        refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed)))
 
 
 def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
@@ -215,10 +215,10 @@ def test_validation_images_in_other_classes_are_refused_on_resume_and_may_move(
 
 
 def test_contents_that_two_files_have_exchanged_are_noticed(tmp_path: Path) -> None:
-    text = identity_of(images(tmp_path / "data")).text
+    text = identity_of(images(tmp_path / "data"))
     one, other = (tmp_path / "data/train/cat" / name for name in ("3.jpg", "4.jpg"))
     one.rename(tmp_path / "x"), other.rename(one), (tmp_path / "x").rename(other)
-    assert not agree(text, identity_of(opened(tmp_path / "data")).text)
+    assert not agree(text, identity_of(opened(tmp_path / "data")))
 
 
 def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> No
     texts = []
     for columns in (["x"], ["y"], None):
         source = checked(read_parquet(str(tmp_path / "data"), "train", columns))
-        texts.append(identity_of(source).text)
+        texts.append(identity_of(source))
     assert len(set(texts)) == 3
     shards(tmp_path / "tar")
     labels = [
-        identity_of(checked(read_webdataset(tmp_path / "tar", "train", label=label))).text
+        identity_of(checked(read_webdataset(tmp_path / "tar", "train", label=label)))
         for label in (None, "text", "folder")
     ]
     assert len(set(labels)) == 3, "the same files with another label"
@@ -241,9 +241,9 @@ def test_two_samples_agree_as_far_as_both_go(
 ) -> None:
     # One machine is slower than the other, so it looks at less within the same time.
     before = images(tmp_path / "data")
-    whole = identity_of(before).text
+    whole = identity_of(before)
     monkeypatch.setattr("stoker.read.identity.BUDGET_S", 0.0)
-    little = identity_of(before).text
+    little = identity_of(before)
     assert len(little) < len(whole)
     assert agree(little, whole) and agree(whole, little)
     assert not agree(little, "0" + whole[1:])

@@ -70,7 +70,7 @@ class Run:
         data = open_data(config)
         chains = {split: pickle.dumps(chain) for split, chain in data.chains.items()}
         passes = Passes(config, data.sources, chains)
-        plan = passes.identity(data.identity("train").text)
+        plan = passes.identity(data.identity("train"))
         cursor = start["cursor"] if start else DataCursor(epoch=0, plan=plan)
         self.log("attempt", **about(cursor, workers, config), ahead=bool(late_step))
         if late_step:

@@ -12,7 +12,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
@@ -30,26 +29,18 @@ CHUNK_BYTES = 2**20
 CHUNKS = (4, 16, 64, 256, 1024, 4096, 16384)
 
 
-@dataclass(frozen=True)
-class Identity:
-    text: str
-    draws: str = ""
-    """Why records must not be cached across epochs: reading may draw random numbers."""
-
-
 def agree(one: str, other: str) -> bool:
     """Whether two fingerprints match, as far as both have sampled."""
     return all(a == b for a, b in zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
 
 
-def identity_of(source: Source) -> Identity:
+def kind_of(source: Source) -> str:
+    return type(getattr(source, "dataset", source)).__name__
+
+
+def identity_of(source: Source) -> str:
     """A source's fingerprint; if it has none, the type and the number of its records."""
-    kind = type(getattr(source, "dataset", source)).__name__
-    text = source.fingerprint() or digest(kind, source.count())
-    if not source.random:
-        return Identity(text)
-    remedy = "read_torch(…, cacheable=True)" if hasattr(source, "dataset") else "random = False"
-    return Identity(text, f"{kind} may draw random numbers as it reads; if not, declare {remedy}")
+    return source.fingerprint() or digest(kind_of(source), source.count())
 
 
 def tensor_as_array(value: Any) -> Any:

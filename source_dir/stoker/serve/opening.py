@@ -21,7 +21,7 @@ from stoker.config.schema import Config
 from stoker.errors import CacheError, UsageError, where_raised
 from stoker.protocol import DataCursor, Pad, Plan, Schema, Shard
 from stoker.read.host_cache import CacheSpec, homes_of, size_in_cache
-from stoker.read.identity import Identity, identity_of
+from stoker.read.identity import identity_of, kind_of
 from stoker.read.sources import IndexedSource, Source, drawing
 from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
 from stoker.serve.pool import chain_hosts
@@ -42,20 +42,17 @@ class Data:
     """The recipe that opened them, which may hold what `read` has found."""
     samples: dict[str, Any] = field(default_factory=dict)
     """Split → what its chain made of the first records: columns and report."""
-    _identities: dict[str, Identity] = field(default_factory=dict)
+    _identities: dict[str, str] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
         """Lines on what lies beside the records and is not read."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
         return [*dict.fromkeys(beside)]
 
-    def identity(self, split: str) -> Identity:
+    def identity(self, split: str) -> str:
+        """What a checkpoint knows the records of a split by."""
         if split not in self._identities:
-            source = self.sources[split]
-            known = not isinstance(source, DatasetSource)
-            self._identities[split] = (
-                identity_of(source) if known else Identity(source.fingerprint())
-            )
+            self._identities[split] = identity_of(self.sources[split])
         return self._identities[split]
 
 
@@ -133,7 +130,7 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
             stages = as_stages(from_recipe(recipe, "preprocess", split))
         prefix = 0
         # Do not cache records that differ in every epoch; for training, that is an error below.
-        if keeps(config) and not data.identity(split).draws:
+        if keeps(config) and not data.sources[split].random:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
             stages,
@@ -146,10 +143,13 @@ def open_splits(config: Config, data: Data | None = None) -> Data:
             collate_of(config.recipe, config.params) if recipe.collates else None,
         )
     if keeps(config):
-        if why := data.identity("train").draws:
+        if (source := data.sources["train"]).random:
+            of_torch = hasattr(source, "dataset")
+            remedy = "read_torch(…, cacheable=True)" if of_torch else "random = False"
             raise UsageError(
-                f"data.cache: {config.recipe}.read('train'): {why}, and a cache would repeat the first"
-                " epoch's; or set data.cache=none"
+                f"data.cache: {config.recipe}.read('train'): {kind_of(source)} may draw random numbers as it"
+                f" reads; if not, declare {remedy}, and a cache would repeat the first epoch's; or set"
+                " data.cache=none"
             )
         refuse_nothing_to_keep(data.chains["train"].stages)
     return data
@@ -206,9 +206,8 @@ def refuse_other_classes(data: Data) -> None:
 
 
 def plan_of(passes: Passes, data: Data) -> Plan:
-    identity = data.identity("train")
-    validation = data.identity("val").text if "val" in data.sources else ""
-    return passes.identity(identity.text, validation)
+    validation = data.identity("val") if "val" in data.sources else ""
+    return passes.identity(data.identity("train"), validation)
 
 
 def start_coordinator(
@@ -227,7 +226,7 @@ def start_coordinator(
     from stoker.serve.service import start_service
 
     kept = {
-        split: cache_key(split, data.identity(split).text, chain.stages[: chain.prefix])
+        split: cache_key(split, data.identity(split), chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }

@@ -22,25 +22,13 @@ from stoker.recipe import Batch
 from stoker.serve.accounting import ID_MODULUS
 from stoker.serve.blocks.batches import LateError, Prefetcher, as_batch
 from stoker.serve.blocks.client import Fetched, Transport
-from stoker.serve.blocks.collator import Arrived, Collator
+from stoker.serve.blocks.collator import Collator, HostBatch
 from stoker.train.device import DeviceClock, DeviceCopies, HostClock, Stamps, StepTimes
 from stoker.train.stop_gate import StopGate
 
 FETCHERS = 2
 """Number of fetching threads: that many steps are in flight, over as many connections to each host."""
 LEAST_BATCHES, MOST_BATCHES = 2, 512
-
-
-@dataclass
-class HostBatch:
-    """One step's batch in this host's memory; a copy to the device replaces its columns."""
-
-    columns: Batch
-    ids: Any
-    keys: list[str]
-    portion: StepAssignment
-    stamps: Stamps
-    nbytes: int
 
 
 @dataclass(kw_only=True)
@@ -99,7 +87,8 @@ class Feed:
                 item = copies.take() if copies else take()
                 if item is None or not self._may_begin():
                     return
-                clock.waited(asked, time.perf_counter(), item.stamps)
+                stamps = Stamps(item.produced, item.arrived, item.collated)
+                clock.waited(asked, time.perf_counter(), stamps)
                 if copies and device_clock:
                     copies.await_copy(item)
                     device_clock.copied()
@@ -164,10 +153,10 @@ class Feed:
             self.times.fetch_cpu_s += time.thread_time() - cpu
             self.times.collate_cpu_s += made.collate_cpu_s
             self.fetched.update(rows=len(made.ids), nbytes=made.nbytes)
-        stamps = Stamps(made.produced, made.arrived, now)
-        return HostBatch(made.batch, made.ids, made.keys, portion, stamps, made.nbytes)
+        made.collated, made.padded = now, portion.padded
+        return made
 
-    def _receive(self, portion: StepAssignment, produced: float) -> Arrived:
+    def _receive(self, portion: StepAssignment, produced: float) -> HostBatch:
         fetched = Fetched({}, time.perf_counter())
         if portion.blocks:
             if portion.schema is None:
@@ -175,13 +164,12 @@ class Feed:
             if self.collator:
                 return self.collator.fetch(portion.blocks, portion.schema)
             fetched = self.transport.fetch(portion.blocks, portion.schema)
-        return Arrived(*as_tensors(fetched.columns), produced, fetched.arrived)
+        return HostBatch(*as_tensors(fetched.columns), produced, fetched.arrived)
 
     def _count(self, item: HostBatch) -> None:
-        portion, ids = item.portion, item.ids
-        own = ids[: len(ids) - portion.padded]
-        self.rows += len(ids)
-        self.padded += portion.padded
+        own = item.ids[: len(item.ids) - item.padded]
+        self.rows += len(item.ids)
+        self.padded += item.padded
         # The modulus divides 2**64, so 64-bit wrap-around does not change the sum.
         self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
         if self.keep_keys:

@@ -227,7 +227,7 @@ class Rebuild:
         chain.share = chain.share if share is None else share
         kept = {split: "" for split, chain in data.chains.items() if chain.prefix}
         passes = Passes(self.config, data.sources, {}, None, kept, share=share)
-        plan = passes.identity(data.identity("train").text)
+        plan = passes.identity(data.identity("train"))
         try:
             refuse_other_data(start, plan)
         except UsageError as error:

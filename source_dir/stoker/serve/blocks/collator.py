@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from stoker.chain.chain import use_one_thread
@@ -44,15 +45,20 @@ class Collated(NamedTuple):
     cpu_s: float
 
 
-class Arrived(NamedTuple):
-    batch: Batch
+@dataclass
+class HostBatch:
+    """One step's batch in this host's memory; a copy to the device replaces its columns."""
+
+    columns: Batch
     ids: Any
     keys: list[str]
     nbytes: int
     produced: float
-    """`time.perf_counter()` when it was ready on the CPU host."""
+    """`time.perf_counter()` when it was ready on the CPU host, and below, when it was here and one batch."""
     arrived: float
     collate_cpu_s: float = 0.0
+    collated: float = 0.0
+    padded: int = 0
 
 
 class Collator:
@@ -74,7 +80,7 @@ class Collator:
         self._timeout_s = config.data.stall_timeout_s
         self._hosts = CollatePlacement(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
-    def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
+    def fetch(self, parts: list[BlockSlice], schema: Schema) -> HostBatch:
         for last_try in (False, False, True):
             made = self._made(parts, schema)
             produced = time.perf_counter()
@@ -86,7 +92,7 @@ class Collator:
                     raise
         self._transport.drop(made.pages)
         size = made.pages.of * PAGE
-        return Arrived(content, made.ids, list(made.keys), size, produced, arrived, made.cpu_s)
+        return HostBatch(content, made.ids, list(made.keys), size, produced, arrived, made.cpu_s)
 
     def _made(self, parts: list[BlockSlice], schema: Schema) -> Collated:
         import ray
