@@ -31,25 +31,13 @@ def picture(seed: int, channels: int = 3) -> Any:
     return pixels[..., 0] if channels == 1 else pixels
 
 
-def encoded(pixels: Any, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind)
+def encoded(pixels: Any) -> bytes:
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
     return file.getvalue()
 
 
 def mask(seed: int) -> Any:
     return (picture(seed, 1) > 120).astype(np.uint8)
-
-
-class Rows:
-    def __init__(self, make: Any, count: int) -> None:
-        self.make, self.count = make, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 class Base(Recipe):
@@ -61,7 +49,7 @@ class Base(Recipe):
         raise NotImplementedError
 
     def read(self, split: str) -> Any:
-        return read_torch(Rows(self.row, 16 if split == "train" else 8))
+        return read_torch([self.row(index) for index in range(16 if split == "train" else 8)])
 
     def preprocess(self, split: str) -> list[Any]:
         return list(self.chain)
@@ -93,23 +81,6 @@ class Siamese(Base):
         return [v2.RandomHorizontalFlip()] if split == "train" else []
 
 
-class LateCrop(RecordTransform):
-    def __call__(self, record: Any, rng: Any) -> Any:
-        x0, y0, x1, y1 = record["bbox"][0].astype(int)
-        return {**record, "image": record["image"][y0:y1, x0:x1]}
-
-
-class Faces(Base):
-    """A face is cut out by its box; the box is not used any more when the face is flipped."""
-
-    chain = (DecodeImage(), LateCrop(), v2.RandomHorizontalFlip())
-    shapes = "image 3×16×16, bbox 1×4"
-
-    def row(self, index: int) -> dict[str, Any]:
-        box = np.array([[2, 2, 18, 18]], np.float32)
-        return {"image": encoded(picture(index), "JPEG"), "bbox": box, "label": index % 2}
-
-
 class BinaryLate(Base):
     """Masks of 0 and 255, divided on the device: "pass ignore_index=255" would ignore all of the foreground."""
 
@@ -119,18 +90,6 @@ class BinaryLate(Base):
 
     def row(self, index: int) -> dict[str, Any]:
         return {"image": encoded(picture(index, 1)), "mask": encoded(mask(index) * 255)}
-
-
-class Pneumothorax(BinaryLate):
-    """Most masks are empty: they are no duplicates."""
-
-    class_names = ("background", "lesion")
-
-    def row(self, index: int) -> dict[str, Any]:
-        return {
-            "image": encoded(picture(index, 1)),
-            "mask": encoded(mask(index) * (index % 4 == 0)),
-        }
 
 
 class Turn(RecordTransform):
@@ -149,17 +108,6 @@ class Boards(Base):
         return {"image": planes, "policy": np.zeros((19, 19), np.int64)}
 
 
-class Volumes(Base):
-    """Sixteen slices of a scan as channels, and the whole of it as floats."""
-
-    chain = (v2.RandomHorizontalFlip(),)
-    shapes = "image 16×24×24, volume 16×24×24"
-
-    def row(self, index: int) -> dict[str, Any]:
-        scan = picture(index, 16)
-        return {"image": scan, "volume": scan.transpose(2, 0, 1).astype(np.float32) - 100}
-
-
 class Depths(Base):
     """Depths of the camera's view in metres, NaN where nothing was measured; colours alone are changed."""
 
@@ -169,57 +117,6 @@ class Depths(Base):
     def row(self, index: int) -> dict[str, Any]:
         depth = np.where(mask(index), picture(index, 1) / np.float32(50), np.nan)
         return {"image": encoded(picture(index)), "depth": depth.astype(np.float32)}
-
-
-class Heatmaps(Base):
-    """Heat maps of joints at a quarter of the size, empty for joints that are hidden."""
-
-    chain = (DecodeImage(), v2.Resize(24), v2.RandomGrayscale())
-    shapes = "image 3×24×24, heatmaps 17×6×6"
-
-    def row(self, index: int) -> dict[str, Any]:
-        maps = np.zeros((17, 6, 6), np.float32)
-        maps[index % 17, 2, 3] = 1
-        return {"image": encoded(picture(index)), "heatmaps": maps}
-
-
-class Captions(Base):
-    """Tokens and their attention mask, as long as the picture is wide."""
-
-    chain = (DecodeImage(), v2.RandomResizedCrop(24))
-    shapes = "image 3×24×24, ids 24, attention_mask 24×24"
-
-    def row(self, index: int) -> dict[str, Any]:
-        seen = np.tril(np.ones((24, 24), bool))
-        return {"image": encoded(picture(index)), "ids": np.arange(24), "attention_mask": seen}
-
-
-class Pages(Base):
-    """Boxes of words in thousandths of the page, as LayoutLM takes them: no size of a picture matters."""
-
-    chain = (DecodeImage(), v2.Resize((16, 16)), v2.RandomInvert())
-    shapes = "image 3×16×16, bbox 5×4"
-
-    def row(self, index: int) -> dict[str, Any]:
-        return {"image": encoded(picture(index)), "bbox": np.tile([[0, 900, 1000, 950]], (5, 1))}
-
-
-class FlipFlow(RecordTransform):
-    def __call__(self, record: Any, rng: Any) -> Any:
-        if rng.random() < 0.5:
-            return record
-        flow = record["flow"][..., ::-1] * np.array([-1, 1], np.float32)[:, None, None]
-        return {**record, "image": record["image"][:, ::-1], "flow": flow}
-
-
-class Flows(Base):
-    """Two frames in six channels, and the optical flow between them, whose sign turns with a flip."""
-
-    chain = (FlipFlow(),)
-    shapes = "image 6×24×24, flow 2×24×24"
-
-    def row(self, index: int) -> dict[str, Any]:
-        return {"image": picture(index, 6), "flow": np.ones((2, 24, 24), np.float32)}
 
 
 class Views(Base):
@@ -235,17 +132,6 @@ class Views(Base):
         return {"image": views, "labels": np.full(4, -100)}
 
 
-class OneHot(Base):
-    """A plane for each class, scaled with the picture."""
-
-    chain = (DecodeImage(), DecodeMask("planes"), v2.RandomCrop(16), v2.Resize(8))
-    shapes = "image 3×8×8, planes 2×8×8"
-
-    def row(self, index: int) -> dict[str, Any]:
-        planes = np.stack([mask(index), 1 - mask(index)])
-        return {"image": encoded(picture(index)), "planes": planes}
-
-
 class Instances(Base):
     """Numbers of instances beyond 255, as in the files of Cityscapes, and their boxes, which may be none."""
 
@@ -257,15 +143,6 @@ class Instances(Base):
         ids = mask(index).astype(np.uint16) * (26_000 + index)
         boxes = np.array([[2, 2, 9, 9]] * (index % 3), np.float32).reshape(-1, 4)
         return {"image": encoded(picture(index)), "ids": encoded(ids), "boxes": boxes}
-
-
-class Dark(Base):
-    """Frames in which nothing can be seen, of one class: a control group."""
-
-    chain = (DecodeImage(),)
-
-    def row(self, index: int) -> dict[str, Any]:
-        return {"image": encoded(np.zeros((24, 24, 3), np.uint8)), "label": 0, "camera": "left"}
 
 
 class Detectors(Base):
@@ -294,16 +171,5 @@ class Poses(Base):
         }
 
 
-GIVEN = ("Siamese", "Faces", "BinaryLate", "Pneumothorax", "Boards")
-MORE = (
-    "Volumes",
-    "Depths",
-    "Heatmaps",
-    "Captions",
-    "Pages",
-    "Flows",
-    "Views",
-    "OneHot",
-    "Instances",
-)
-MORE += ("Dark", "Detectors", "Poses")
+GIVEN = ("Siamese", "BinaryLate", "Boards")
+MORE = ("Depths", "Views", "Instances", "Detectors", "Poses")
