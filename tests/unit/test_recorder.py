@@ -120,6 +120,7 @@ def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200)
     before = read_summary(run / "summary.json")
     before.started, before.cost = "2026-11-01T08:00:00+00:00", {"usd": 2.5}
+    before.seconds = 30.0
     before.write(run)
     recorder, summary = start(run)
     summary.cluster.hosts[0].type = "ml.g5.xlarge"

@@ -116,9 +116,8 @@ def other_job(saved: Checkpoint, job: str, service_job: str) -> str:
     name, service = saved.meta.get("job", job), saved.meta.get("service_job", "")
     if (name, service) == (job, service_job):
         return ""
-    return (
-        f"{name} ({service or 'of no service, or of an earlier version'})" if service_job else name
-    )
+    of = service or "of no service, or of an earlier version"
+    return f"{name} ({of})" if service_job else name
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
@@ -218,9 +217,8 @@ class Retention:
             try:
                 if not (problem := verify(self.store, name, whole=False)):
                     saved = load_meta(self.store, name)
-                    self._note(
-                        replace(saved, meta={**saved.meta, "monitored": self._entry(saved.meta)})
-                    )
+                    competes = {"monitored": self._entry(saved.meta)}
+                    self._note(replace(saved, meta={**saved.meta, **competes}))
             except OSError as error:
                 problem = " ".join(str(error).split())[:300]
                 self._unread.append(name)
@@ -241,17 +239,14 @@ class Retention:
         # A resumed run may monitor another metric; its values do not compare with earlier ones.
         watched = self.monitored[max(having, key=step_of)]
         sign = -1.0 if watched["mode"] == "max" else 1.0
-        ranked = sorted(
-            (
-                sign * entry["value"],
-                math.inf if (loss := entry.get("loss")) is None else loss,
-                step_of(name),
-                name,
-            )
-            for name in having
-            if (entry := self.monitored[name])["metric"] == watched["metric"]
-        )
-        names = [name for *_, name in ranked]
+
+        def rank(name: str) -> tuple[float, float, int]:
+            entry = self.monitored[name]
+            loss = math.inf if entry.get("loss") is None else entry["loss"]
+            return sign * entry["value"], loss, step_of(name)
+
+        alike = [n for n in having if self.monitored[n]["metric"] == watched["metric"]]
+        names = sorted(alike, key=rank)
         return names if self.top_k < 0 else names[: self.top_k]
 
     def add(self, saved: Checkpoint) -> None:
@@ -259,10 +254,8 @@ class Retention:
         self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
-        for name in [
-            *self._incomplete,
-            *(n for n in self.monitored if n not in best and n not in newest),
-        ]:
+        beyond = [name for name in self.monitored if name not in (*best, *newest)]
+        for name in [*self._incomplete, *beyond]:
             self.monitored.pop(name, None)
             self._remove(name)
         self._incomplete.clear()

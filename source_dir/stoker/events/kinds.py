@@ -17,7 +17,7 @@ from pathlib import Path
 from time import time
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
 MetricValues = dict[str, float | None]
 
@@ -37,7 +37,7 @@ class Event(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     of_class: ClassVar[str] = ""
 
-    time: float = Field(default_factory=now)
+    time: FiniteFloat = Field(default_factory=now)
     event: str = Field("", validate_default=True)
 
     def __init_subclass__(cls, kind: str = "", **options: Any) -> None:

@@ -102,24 +102,18 @@ class Recorder(Sink):
         self.metrics_before = summary.metrics
 
     def on_event(self, event: kinds.Event) -> None:
-        if isinstance(event, kinds.RecordIds):
-            name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
-            (self.run_dir / "records").mkdir(exist_ok=True)
-            (self.run_dir / "records" / name).write_text("".join(f"{key}\n" for key in event.keys))
-            return
-        if isinstance(event, kinds.ScriptOutput):
-            path = self.run_dir / "logs" / f"script-rank-{event.rank}.log"
-            with path.open("a", newline="") as file:
-                file.write(event.text)
-            return
-        if isinstance(event, kinds.HostCpu):
-            for host, used in event.hosts.items():
-                count, total, most = self.cpu.get((self.trained, host), (0, 0.0, used))
-                self.cpu[self.trained, host] = count + 1, total + used, max(most, used)
-            for host, gpus in event.gpus.items():
-                samples, most_used = self.gpus.get(host, (0, []))
-                pairs = zip_longest(most_used, gpus, fillvalue=0.0)
-                self.gpus[host] = samples + 1, [max(pair) for pair in pairs]
+        match event:
+            case kinds.RecordIds():
+                name = f"{event.split}-epoch-{event.epoch:03d}-rank-{event.rank}.txt"
+                (self.run_dir / "records").mkdir(exist_ok=True)
+                keys = "".join(f"{key}\n" for key in event.keys)
+                (self.run_dir / "records" / name).write_text(keys)
+                return
+            case kinds.ScriptOutput():
+                path = self.run_dir / "logs" / f"script-rank-{event.rank}.log"
+                with path.open("a", newline="") as file:
+                    file.write(event.text)
+                return
         record = event.record()
         self.events_file.write(json.dumps(record) + "\n")
         if isinstance(event, NOTABLE):
@@ -133,6 +127,14 @@ class Recorder(Sink):
         match event:
             case kinds.AttemptStarted():
                 self.warm = False
+            case kinds.HostCpu():
+                for host, used in event.hosts.items():
+                    count, total, most = self.cpu.get((self.trained, host), (0, 0.0, used))
+                    self.cpu[self.trained, host] = count + 1, total + used, max(most, used)
+                for host, gpus in event.gpus.items():
+                    samples, most_used = self.gpus.get(host, (0, []))
+                    pairs = zip_longest(most_used, gpus, fillvalue=0.0)
+                    self.gpus[host] = samples + 1, [max(pair) for pair in pairs]
             case kinds.PhaseDone():
                 summary.startup.setdefault(event.phase, round(event.time - self.process_started, 2))
             case kinds.TrainWorkerStarted():
@@ -232,13 +234,14 @@ class Recorder(Sink):
         self.summary.steps = max(self.told_step, int(self.running["taken"]))
 
     def _on_cache(self, event: kinds.CacheUsed) -> None:
-        hosts = []
-        for node, use in event.hosts.items():
-            row = {
+        hosts = [
+            {
                 "host": self.summary.host_of(node),
                 **use.model_dump(include={"bytes", "limit_bytes"}),
+                "hit_pct": _percent(use.found, use.records),
             }
-            hosts.append(row | {"hit_pct": _percent(use.found, use.records)})
+            for node, use in event.hosts.items()
+        ]
         cache: dict[str, Any] = {"kind": event.kind, "hosts": hosts}
         if event.split == "train":
             cache["hit_pct"] = _percent(event.found, event.records)
@@ -303,12 +306,10 @@ class Recorder(Sink):
             batches = max(speed.batches, 1)
             speed.first_wait_s = round(steady["first_wait_s"], 3)
             speed.longest_wait_s = round(steady["longest_wait_s"], 3)
-            speed.step_terms_ms = {
-                n: round(1000 * steady[f"{n}_s"] / batches, 3) for n in STEP_TERMS
-            }
-            self.summary.bottleneck = (
-                bottleneck(self.summary, steady) if speed.steps >= MIN_STEPS else None
-            )
+            mean_ms = {n: 1000 * steady[f"{n}_s"] / batches for n in STEP_TERMS}
+            speed.step_terms_ms = {n: round(ms, 3) for n, ms in mean_ms.items()}
+            judged = speed.steps >= MIN_STEPS
+            self.summary.bottleneck = bottleneck(self.summary, steady) if judged else None
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
@@ -317,10 +318,9 @@ class Recorder(Sink):
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
             self.summary.operators = figures.get("operators", [])
-            tasks = figures["tasks_by_node"]
-            self.summary.chain_tasks_by_host = {
-                self.summary.host_of(n): count for n, count in tasks.items()
-            }
+            tasks = figures["tasks_by_node"].items()
+            by_host = {self.summary.host_of(node): count for node, count in tasks}
+            self.summary.chain_tasks_by_host = by_host
             records = self.summary.records
             for books in figures["open"]:
                 same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()

@@ -218,18 +218,14 @@ def read_run(run_dir: Path) -> RunData:
 
 def _read_events(run: RunData) -> None:
     path = run.run_dir / "events.jsonl"
-    start = next(
-        (event.time for event in kinds.read_events(path) if math.isfinite(event.time)), 0.0
-    )
+    start = next((event.time for event in kinds.read_events(path)), 0.0)
     run.steps_per_point += sum(1 for _ in kinds.lines(path, kinds.StepLogged)) // MOST_STEPS
     before: kinds.StepLogged | None = None
     for event in kinds.read_events(path, kinds.StepLogged, run.steps_per_point):
-        if isinstance(event, kinds.StepLogged) and math.isfinite(event.time):
+        if isinstance(event, kinds.StepLogged):
             _take_step(run, event, event.time - start, before)
             before = event
     for event in kinds.read_events(path, DRAWN):
-        if not math.isfinite(event.time):
-            continue
         at, text = event.time - start, ""
         match event:
             case kinds.EpochEnded() | kinds.MetricsLogged():

@@ -269,10 +269,10 @@ def arguments_for(
     return arguments
 
 
-def end_with_parent() -> None:
-    """In a new process: end it with the thread that started it."""
-    # PR_SET_PDEATHSIG: works even if the parent is killed.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """In a new process: end it with the thread that started it, even if that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def _holder(port: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from stoker.config.schema import Config
 from stoker.errors import ScriptError
 from stoker.events import kinds
 from stoker.hosts import machine
+from stoker.hosts.raynode import end_with_parent
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
@@ -228,8 +229,6 @@ NOTE_S = 0.02
 """How exactly the time of a failure is known."""
 TAIL_CHARACTERS = 1 << 16
 PREFIX = "stoker-script-"
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child:
@@ -255,7 +254,7 @@ class Child:
             stdout=writing,
             stderr=writing,
             start_new_session=True,  # the job forwards Ctrl-C and can kill the whole group
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )
         os.close(writing)
         self._open = True
@@ -332,8 +331,3 @@ class Child:
         self._process.wait()
         self._pipe.close()
         self._scratch.cleanup()
-
-
-def _die_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
