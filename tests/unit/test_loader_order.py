@@ -33,9 +33,10 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stoker import DataLoader
+from stoker.loader.loader_source import PAGES, LoaderSource
 from stoker.loader.makers import ProcessMaker
 from stoker.loader.script_state import ScriptState
-from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
+from stoker.loader.work import LoaderWork, LoadRequest
 from stoker.protocol import Shard
 from stoker.serve.blocks.packing import pack, unpack
 

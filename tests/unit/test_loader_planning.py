@@ -17,8 +17,9 @@ from stoker.config.schema import Config
 from stoker.errors import Failure
 from stoker.loader.loader_pass import LoaderPass
 from stoker.loader.loader_service import LoaderAttempt, LoaderService
+from stoker.loader.loader_source import PAGES, LoaderSource
 from stoker.loader.script_state import ScriptState
-from stoker.loader.work import PAGES, LoaderSource, LoaderWork, LoadRequest
+from stoker.loader.work import LoaderWork, LoadRequest
 from stoker.protocol import (
     BadRecord,
     BlockReport,

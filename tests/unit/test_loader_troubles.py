@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from stoker import DataLoader
 from stoker.errors import UsageError
 from stoker.loader import connection
-from stoker.loader.work import PAGES, LoaderSource, LoadRequest
+from stoker.loader.loader_source import PAGES, LoaderSource
+from stoker.loader.work import LoadRequest
 from stoker.protocol import (
     Shard,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import os
@@ -42,6 +43,8 @@ ORDER = "length of the order"
 SHAPE = ("batch_size", "records", "batches", "num_workers")
 """What must be equal for a state within a pass, unless what is left can be divided among other ranks."""
 Item = TypeVar("Item", covariant=True)
+LEAST_TIMEOUT_S = 60.0
+"""With a shorter `timeout`, a rank does not wait for others that could read the same."""
 OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
 """Attributes that change between passes. Workers get None, or each pass would send another content."""
 
@@ -221,9 +224,12 @@ class DataLoader(TorchDataLoader[Item]):
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where and how the script runs, the modules it has loaded again, and its workers' work."""
         folder = str(Path.cwd())
-        path = _resolved(folder, *sys.path)
+        path, dataset = _resolved(folder, *sys.path), self.dataset
+        if self.parts()[0] > 1:
+            dataset = copy.copy(dataset)
+            dataset.process_index = 0  # type: ignore[attr-defined]
         work = LoaderWork(
-            dataset=self.dataset,
+            dataset=dataset,
             collate=self.collate_fn,
             iterable=isinstance(self.dataset, IterableDataset),
             auto_collation=self._auto_collation,
@@ -354,6 +360,19 @@ class DataLoader(TorchDataLoader[Item]):
                 f" same{'' if divides else why}: restore them (each rank has a state of its own), or load a"
                 " state that was saved between two passes"
             )
+
+    def parts(self) -> tuple[int, int]:
+        """How many ranks divide a stream that each of them reads whole, and which part is this one's.
+
+        They share it: see `shared_streams`. What workers get must say nothing of the rank.
+        """
+        shard: Any = self.dataset
+        if type(shard) is not of_accelerate("IterableDatasetShard") or self.worker_init_fn:
+            return 1, 0
+        own = shard.batch_size // (shard.num_processes if shard.split_batches else 1)
+        if own != self.batch_size or 0 < self.timeout < LEAST_TIMEOUT_S:
+            return 1, 0
+        return shard.num_processes, shard.process_index
 
     def _decides(self) -> str:
         """What prevents a state from being used by other ranks, by its argument."""

@@ -129,6 +129,8 @@ class ClusterIterator:
             where=loader.kept.where if loader._keeps and not loader.persistent_workers else None,
             ranks=world_and_rank() if isinstance(loader.dataset, DATA_PIPES) else (1, 0),
             endless=loader.endless,
+            parts=loader.parts()[0],
+            wanted=loader.parts()[1:],
             rank=rank_of_script(loader.num_workers, loader.multiprocessing_context),
         )
         self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called

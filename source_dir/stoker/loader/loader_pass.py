@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -38,11 +39,22 @@ class LoaderPass(Pass):
     stall_key: str = "stall_timeout_s"
     readers: dict[int, str] = field(default_factory=dict)
     where: Any = None
+    taken: Counter[int] = field(default_factory=Counter)
+    """By stream: how many batches the script was given."""
+    took: float = field(default_factory=time.monotonic)
+    """When it was last given some."""
+    waits: bool = False
+    """Whether it asks for one that is not ready."""
 
     @property
     def loader(self) -> str:
         """Names its loader's content."""
         return self.plan.split.partition("/")[0]
+
+    @property
+    def takers(self) -> list[LoaderPass]:
+        """The passes that are given what this one makes."""
+        return [self]
 
     @property
     def held(self) -> HeldBytes:
@@ -73,6 +85,16 @@ class LoaderPass(Pass):
         if len(self.work) > 1 and first_batch(self.work[-2]) > first_batch(work):
             self.work = deque(sorted(self.work, key=first_batch))
 
+    def waits_for(self, stream: int) -> bool:
+        return stream == self.next[0]
+
+    def give(self, place: BlockPlace) -> list[Part]:
+        """The script gets a place that is ready."""
+        self.given[place] = parts = self.ready.pop(place)
+        self.taken[place[0]] += 1
+        self.took = time.monotonic()
+        return parts
+
     def ahead_of(self, stream: int) -> int:
         return sum(place[0] == stream for place in self.ready)
 
@@ -85,7 +107,7 @@ class LoaderPass(Pass):
         short = [work for work in own if not self.far_ahead(work[0])]
         if not short:
             return False
-        best = min(short, key=lambda work: (work[0] != self.next[0], self.ahead_of(work[0])))
+        best = min(short, key=lambda work: (not self.waits_for(work[0]), self.ahead_of(work[0])))
         self.work.remove(best)
         self.work.appendleft(best)
         return True
@@ -93,7 +115,7 @@ class LoaderPass(Pass):
     @property
     def waited_for(self) -> bool:
         if self.streams:
-            return bool(self.work and self.work[0][0] == self.next[0])
+            return bool(self.work and self.waits_for(self.work[0][0]))
         groups = (self.share.making[work.number] for work in self.work)
         return any(taker.next == place for group in groups for taker, place in group.takers)
 

@@ -26,6 +26,7 @@ from stoker.events.kinds import Event, HostCpu, Note
 from stoker.loader.loader_pass import LoaderPass
 from stoker.loader.pass_timer import PassProgress
 from stoker.loader.shared import Part, PassShare, SharedBatches, SharedGroup, slice_of
+from stoker.loader.shared_streams import RankOfStreams, SharedPass, SharedStreams, WantedPart
 from stoker.protocol import (
     BlockPlace,
     Made,
@@ -75,6 +76,7 @@ class LoaderAttempt(PlannedAttempt):
         self._opened = count(1)
         self.planner: Planner = Planner(self)
         self.sharing = SharedBatches(int(SPENT_SHARE * shared.budget_bytes), self._ready)
+        self.streams = SharedStreams(self)
 
     @property
     def all_produced(self) -> bool:
@@ -102,7 +104,8 @@ class LoaderAttempt(PlannedAttempt):
         """As the base's, but this pass alone fails: others may have longer deadlines."""
         mine = cast(LoaderPass, pass_)
         with self.shared.changed:
-            mine.failed[mine.next] = self._named(reason)
+            for each in mine.takers:
+                each.failed[each.next] = self._named(reason)
             self.shared.ready.notify_all()
 
     def _named(self, reason: str) -> str:
@@ -114,24 +117,39 @@ class LoaderAttempt(PlannedAttempt):
         """As the base's: the one least ahead first, because scripts may wait for any of them."""
         return sorted(self.passes.values(), key=lambda each: each.rows_ahead)
 
+    def begun(self) -> list[Pass]:
+        self.streams.look(time.monotonic())
+        return []
+
     def bound(self) -> set[str]:
         readers = [*self.copies.values(), *(each.readers for each in self.passes.values())]
         return {worker for each in readers for worker in each.values()}
 
-    def open(self, key: str, split: str, streams: int, stall_s: float, ranks: int = 1) -> None:
+    def open(
+        self,
+        key: str,
+        split: str,
+        streams: int,
+        stall_s: float,
+        ranks: int = 1,
+        of: type[LoaderPass] = LoaderPass,
+        **more: Any,
+    ) -> LoaderPass:
         number = next(self._opened)
         plan = PassPlan(seed=number, epoch=0, split=split, shuffle=False, block_records=1)
         readers = self.copies.get(split, {})
-        self.passes[key] = pass_ = LoaderPass(
+        self.passes[key] = pass_ = of(
             plan=plan,
             number=number,
             streams=streams,
             readers=readers,
             stall_s=stall_s,
             share=PassShare(ranks, numbers=count(number << 32)),
+            **more,
         )
         self.idle = False
         self.planner.passes.append(pass_)
+        return pass_
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         if (pass_ := self.passes.get(key)) is None:
@@ -154,6 +172,7 @@ class LoaderAttempt(PlannedAttempt):
             return
         self.planner.abandon(pass_)
         self.sharing.close(pass_)
+        self.streams.close(key)
         for other in self.passes.values():
             if other.work and other not in self.planner.passes:  # with work of the closed pass
                 self.planner.passes.append(other)
@@ -172,7 +191,10 @@ class LoaderAttempt(PlannedAttempt):
     def deliver(self, pass_: Pass, block: ReadyBlock) -> None:
         report, mine = block.report, cast(LoaderPass, pass_)
         place = report.shard, report.nth
-        if mine.streams and report.bad:
+        if isinstance(mine, SharedPass):
+            mine.give_out(block)
+            self.shared.ready.notify_all()
+        elif mine.streams and report.bad:
             mine.failed[place] = report.bad[0].reason
         elif mine.streams and report.rows:
             mine.ready[place] = [Part(SharedGroup(mine.share, block=block))]
@@ -271,6 +293,7 @@ class LoaderService(DataService):
     def forget(self, split: str) -> None:
         with self.shared.changed:
             self._copies.pop(split, None)
+            self._copies.pop(f"{split}+", None)  # that of all ranks
 
     def _used(self) -> set[str]:
         return {split.partition("/")[0] for split in self._open()}
@@ -312,6 +335,7 @@ class LoaderService(DataService):
         ranks: int,
         shards: list[tuple[int, Shard, int]],
         total: int | None,
+        wanted: WantedPart | None = None,
     ) -> tuple[int, list[str], float] | None:
         """Called by scripts: open a pass; returns as `state`, or None: `register` the loader first.
 
@@ -325,6 +349,7 @@ class LoaderService(DataService):
             where: packed: where and how the script runs.
             ranks: of the job; blocks stay a while for those that ask later.
             shards: its first work; this and `total` as in `submit`.
+            wanted: a part of streams that other ranks read, too.
         """
         with self.shared.changed:
             if not self._knows(split.partition("/")[0], loader):
@@ -352,9 +377,12 @@ class LoaderService(DataService):
                     key for key, each in attempt.passes.items() if each.plan.split == split
                 ]:
                     self.close(earlier)
-            attempt.open(key, split, streams, stall_s, ranks)
-            attempt.passes[key].where = where
-            attempt.submit(key, shards, total)
+            pass_ = attempt.open(key, split, streams, stall_s, ranks)
+            pass_.where = where
+            if wanted is None:
+                attempt.submit(key, shards, total)
+            else:
+                attempt.streams.enter(RankOfStreams(key, pass_, wanted, shards, total))
         self.start_engine(me)
         return self.state(key, PassProgress())
 
@@ -408,7 +436,7 @@ class LoaderService(DataService):
         for place in places:
             pass_.next = place
             if place in pass_.ready:
-                pass_.given[place] = parts = pass_.ready.pop(place)
+                parts = pass_.give(place)
                 given.append(("block", [slice_of(part) for part in parts]))
                 attempt.sharing.taken(pass_, place, parts)
                 if not pass_.streams:
@@ -419,6 +447,7 @@ class LoaderService(DataService):
                 given.append(("end", None))
             else:
                 break
+        pass_.waits = not given
         return given
 
     def state(self, key: str, progress: PassProgress) -> tuple[int, list[str], float]:

@@ -37,17 +37,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from stoker.errors import Failure
 from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
+from stoker.loader.loader_source import LoaderChain, LoaderSource, copy_for, packed
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.ranks import Rank
-from stoker.loader.work import (
-    Failed,
-    LoaderChain,
-    LoaderSource,
-    LoaderWork,
-    copy_for,
-    opened,
-    packed,
-)
+from stoker.loader.shared_streams import WantedPart
+from stoker.loader.work import Failed, LoaderWork, opened
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.read.sources import drawing
@@ -122,7 +116,7 @@ class ClusterMaker:
         from stoker.loader.loader_service import forget
 
         self._job = job = service_of_script()
-        self._ranks = loader.ranks()[0]
+        self._ranks, self._parts = loader.ranks()[0], loader.parts()
         self._service, kept = job.service, loader.kept
         self._transport = job.transport.for_pass(self._stall_s, "stall_timeout_s")
         # Ranks do not share copies of a dataset, which may have asked for their rank.
@@ -190,11 +184,26 @@ class ClusterMaker:
         import ray
 
         try:
-            while not self._look(self._service.open.remote(*self._about, shards, total)):
+            opens = *self._about, shards, total, self._wanted_part(shards)
+            while not self._look(self._service.open.remote(*opens)):
                 ray.get(self._service.register.remote(*self._setup), timeout=ANSWER_S)
         except BaseException:
             self.leave()  # an interrupt, for example
             raise
+
+    def _wanted_part(self, shards: list[tuple[int, Shard, int]]) -> WantedPart | None:
+        """What other ranks read, too: streams that depend on all but the part, from the same place."""
+        from ray import cloudpickle
+
+        parts, part = self._parts
+        if parts == 1:
+            return None
+        orders = [
+            (number, shard.items[0]._replace(wanted=(), rank=Rank()), skip)
+            for number, shard, skip in shards
+        ]
+        digest = hashlib.sha256(self._content + cloudpickle.dumps(orders)).digest()
+        return WantedPart(digest, parts, part, max(self._ranks, parts))
 
     def want(self, place: BlockPlace) -> None:
         self._places[self._wanted] = place

@@ -40,11 +40,14 @@ def rank_of_script(workers: int, context: Any) -> Rank:
     return Rank(tuple(found), (dist.get_rank(), dist.get_world_size()) if known else None)
 
 
+_OF_HOST = {*OF_RANK, *OF_JOB} & os.environ.keys()
+"""Variables that this process was started with: its host's rank, not the script's."""
 _asked = False
 """Whether the rank was asked for."""
 
 
-def _ask() -> None:
+def ask() -> None:
+    """Note that what is being made depends on the rank."""
     global _asked
     _asked = True
 
@@ -52,7 +55,7 @@ def _ask() -> None:
 class _Environment(type(os.environ)):  # type: ignore[misc]
     def __getitem__(self, name: str) -> str:
         if name in OF_RANK:
-            _ask()
+            ask()
         return str(super().__getitem__(name))
 
 
@@ -62,8 +65,7 @@ def seen_as(rank: Rank) -> Iterator[None]:
     global _asked
     os.environ.__class__ = _Environment
     told = dict(rank.environment)
-    names = [name for name in (*OF_RANK, *OF_JOB) if name in told or name in os.environ]
-    with set_as({(ENVIRONMENT, name): told.get(name) for name in names}):
+    with set_as({(ENVIRONMENT, name): told.get(name) for name in {*told, *_OF_HOST}}):
         _asked = False
         with _group(*rank.group) if rank.group else contextlib.nullcontext():
             yield
@@ -82,7 +84,7 @@ def _group_kind() -> Any:
 
     class AskedGroup(dist.ProcessGroup):
         def rank(self) -> int:
-            _ask()
+            ask()
             return super().rank()
 
     return AskedGroup

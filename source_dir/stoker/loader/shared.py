@@ -223,5 +223,5 @@ def slice_of(part: Part) -> tuple[BlockSlice, int, int | None, bool]:
     """Block, batches in it, and whether nobody else uses it."""
     group, start, stop = part
     block = cast(ReadyBlock, group.block)
-    alone = group.alone and group.share.ranks == 1
-    return block.part(0, block.report.rows), start, stop, alone or not group.digests
+    alone = group.alone and (group.share.ranks == 1 or not group.digests)
+    return block.part(0, block.report.rows), start, stop, alone

@@ -1,47 +1,32 @@
 """Chain worker: the work of a `stoker.DataLoader`: fetch records, collate them, pack the batch.
 
-A shard holds the indices of some batches; its only record is these batches, packed. A stream (one worker's
-part of an iterable dataset) that is opened again, after its process was lost or from a saved state, skips the
-batches that the script has. The digest of each covers all batches of its stream so far: one comparison shows
-whether these were the same. An endless stream has no such place: it begins anew.
+A stream (one worker's part of an iterable dataset) that is opened again, after its process was lost or from a
+saved state, skips the batches that the script has. The digest of each covers all batches of its stream so far:
+one comparison shows whether these were the same. An endless stream has no such place: it begins anew.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import copy
 import itertools
-import os
 import random
 import socket
-import sys
-import time
 import traceback
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stoker.chain.chain import use_one_thread
 from stoker.loader.digests import batch_digest
-from stoker.loader.ranks import Rank, asked, seen_as
-from stoker.loader.script_state import ScriptState, follow_imports
-from stoker.loader.worker_output import UNSENT, Said, heard, reload
-from stoker.protocol import BadRecord, BlockReport, Record, Shard
+from stoker.loader.ranks import Rank, ask
 from stoker.read.generators import HeldGenerators
 from stoker.read.sources import restore_generators, seed_globals, states
-from stoker.serve.blocks.folder import BlockFolder
 from stoker.serve.blocks.packing import (
-    PAGES,
     Parts,
     Room,
     collates_anew,
     pack,
-    pages_of,
     parts_of,
     unpack,
 )
@@ -89,13 +74,14 @@ class LoadRequest(NamedTuple):
     first: int = 0
     """Number of its first batch then."""
     rank: Rank = Rank()
+    parts: int = 1
+    """Iterable dataset: how many ranks divide each group of batches, as IterableDatasetShard does."""
+    wanted: tuple[int, ...] = (0,)
+    """Parts whose batches are made, in turn."""
 
     @property
     def seed(self) -> str:
         return f"{self.base_seed}.{self.passes}" if self.passes else f"{self.base_seed}"
-
-
-BATCHES, ENDED, OWN = "__batches", "__ended", "__own"
 
 
 @dataclass
@@ -118,6 +104,8 @@ class LoaderWork:
     _generators: Any = None
     """Their states after `worker_init_fn`, with which the first pass of a stream begins."""
     _held: HeldGenerators | None = None
+    _collating: list[tuple[Callable[[Any], Any], HeldGenerators]] = field(default_factory=list)
+    """Of an iterable dataset, `collate` for each part, as each rank has its own, and its generators."""
     close_others: Callable[[], bool] = bool
     """Drops the datasets of other loaders from this process, as one may have open what another opens, too: LMDB
     refuses that. Whether there were any."""
@@ -147,13 +135,15 @@ class LoaderWork:
         With each, whether it is a stream's end.
         """
         if self.iterable:
-            why, before = self._begun_as(order, order.worker, order.worker), 0
+            why = self._begun_as(order, order.worker, order.worker)
+            before = [0] * len(order.wanted)
             # Repeated, because a stream that is opened again skips batches.
-            for made in itertools.repeat(why) if why else self._stream(order):
-                after = digest_of(made, before)
-                ended = isinstance(made, MadeBatch) and made.ended
-                yield [parts_of_batch(made._replace(chain=(before, after)))], ended
-                before = after
+            for nth, made in enumerate(itertools.repeat(why) if why else self._stream(order)):
+                place = nth % len(before)
+                after = digest_of(made, before[place])
+                ended = isinstance(made, MadeBatch) and made.ended and place == len(before) - 1
+                yield [parts_of_batch(made._replace(chain=(before[place], after)))], ended
+                before[place] = after
             return
         # With the indices: ranks may have one base seed.
         each = (
@@ -278,42 +268,86 @@ class LoaderWork:
         return data
 
     def _stream(self, order: LoadRequest) -> Iterator[MadeBatch | Failed]:
+        """Yield the batches of a stream: of each group of records, those of the wanted parts in turn.
+
+        The generators of each part go on as if it read the stream alone, so reading has to draw the same in all.
+        """
         from torch.utils.data._utils import worker as torchs
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
-        info, fetcher, number, generators = torchs._worker_info, None, 0, states()
-
-        def collate(records: Any) -> Any:
-            self.held.seed(f"{order.seed}/{order.worker}/{number}/collate")
-            spare, before = self.held.spare(records), states()
-            made = self.collate(records)
-            if self.held.created():
-                restore_generators(before)
-                made = self.collate(spare)
-            return made
-
-        while True:
+        dataset = _whole(self.dataset) if order.parts > 1 else self.dataset
+        info, size, what = torchs._worker_info, self.batch_size or 1, f"of worker {order.worker}"
+        try:
+            fetcher = _IterableDatasetFetcher(
+                dataset, self.auto_collation, _as_read, self.drop_last
+            )
+        except BaseException as error:
+            yield from itertools.repeat(failed(error, f"iter(dataset) {what}"))
+        generators = [states()] * len(order.wanted)
+        for number in itertools.count():
             torchs._worker_info = info  # every time: streams and passes take turns in this process
-            restore_generators(generators)
+            restore_generators(generators[0])
+            records, made = [], None
             try:
-                if fetcher is None:
-                    fetcher = _IterableDatasetFetcher(
-                        self.dataset, self.auto_collation, collate, self.drop_last
-                    )
-                    continue
-                made: MadeBatch | Failed = MadeBatch(fetcher.fetch(range(self.batch_size or 1)))  # type: ignore[no-untyped-call]
+                records = fetcher.fetch(range(size * order.parts))  # type: ignore[no-untyped-call]
             except BaseException as error:
-                if fetcher is None:
-                    why = failed(error, f"iter(dataset) of worker {order.worker}")
-                    yield from itertools.repeat(why)
-                if isinstance(error, StopIteration):
-                    yield MadeBatch(None, ended=True)
-                    return
-                made = failed(error, f"batch {number} of worker {order.worker}")
-            finally:
-                generators = states()
-            yield made  # continues after a failure, as torch does; a generator that raised is exhausted
-            number += 1
+                made = _ending(error, f"batch {number} {what}")
+            if len(generators) > 1:
+                read = states()
+                if all(each == generators[0] for each in generators):
+                    generators = [read] * len(generators)
+                elif read != generators[0]:
+                    ask()  # each part would have read other records
+            for place, part in enumerate(order.wanted):
+                if place:
+                    torchs._worker_info = info
+                    restore_generators(generators[place])
+                mine = records[part * size :][:size] if order.parts > 1 else records
+                batch = made or self._collated(order, place, mine, number)
+                generators[place] = states()
+                yield batch  # continues after a failure, as torch does; a generator that raised is exhausted
+            if isinstance(batch, MadeBatch) and batch.ended:
+                return
+
+    def _collated(
+        self, order: LoadRequest, place: int, records: Any, number: int
+    ) -> MadeBatch | Failed:
+        if not self._collating:
+            copies = [unpack(pack([self.collate]))[0] for _ in order.wanted[1:]]
+            held = [HeldGenerators(each, apart=self.dataset) for each in copies]
+            for each in held:
+                each.find(sent=True)
+            self._collating = [(self.collate, self.held), *zip(copies, held, strict=True)]
+        collate, generators = self._collating[place]
+        try:
+            generators.seed(f"{order.seed}/{order.worker}/{number}/collate")
+            spare, before = generators.spare(records), states()
+            made = collate(records)
+            if generators.created():
+                restore_generators(before)
+                made = collate(spare)
+            return MadeBatch(made)
+        except BaseException as error:
+            if isinstance(error, StopIteration) and order.wanted[1:]:
+                ask()  # ends this part alone
+            return _ending(error, f"batch {number} of worker {order.worker}")
+
+
+def _as_read(records: Any) -> Any:
+    return records
+
+
+def _ending(error: BaseException, what: str) -> MadeBatch | Failed:
+    return MadeBatch(None, ended=True) if isinstance(error, StopIteration) else failed(error, what)
+
+
+def _whole(shard: Any) -> Any:
+    """A reader of the whole groups that an IterableDatasetShard takes its own part of."""
+    whole = copy.copy(shard)
+    if not whole.split_batches:
+        whole.batch_size *= whole.num_processes
+    whole.num_processes, whole.process_index, whole.split_batches = 1, 0, False
+    return whole
 
 
 def digest_of(made: MadeBatch | Failed, before: int) -> int:
@@ -323,35 +357,6 @@ def digest_of(made: MadeBatch | Failed, before: int) -> int:
         return batch_digest(made.batch, before)
     except Exception:  # it refers to itself
         return batch_digest(type(made.batch).__qualname__, before)
-
-
-def copy_for(
-    order: LoadRequest, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
-) -> LoaderWork:
-    """The copy of an iterable dataset for a stream.
-
-    Args:
-        order: the stream.
-        pages: the packed LoaderWork.
-        copies: with `persistent_workers`, by worker: the passes that a copy has served, and the copy.
-        began: whether an earlier pass has begun with this stream; it may have been given up before.
-    """
-    served, work = copies.pop(order.worker, (0, None))
-    if not order.served or (work is None and not began):
-        served, work = 0, opened(pages)
-    if work is None or served > order.served:
-        raise RuntimeError(
-            f"the copy of the dataset that served worker {order.worker} in earlier passes was lost with its"
-            " process; start the script again from its last state, or use persistent_workers=False, which"
-            " makes new copies in each pass"
-        )
-    for _ in range(
-        order.served - served
-    ):  # passes that were given up before this stream was opened
-        next(iter(work.dataset), None)
-    if work.keeps:
-        copies[order.worker] = (order.served + 1, work)
-    return work
 
 
 class _AtIndexError(Exception):
@@ -389,152 +394,9 @@ def short(indices: Any) -> str:
     return ", ".join(map(repr, shown[:4])) + more
 
 
-SHARED_FROM_BYTES = 2**20
-NOT_SENT = (
-    "your script has set {}, which cannot be sent to other processes: they have what importing the module"
-    " gives; pass it through the dataset, or create it in __getitem__"
-)
-
-
-class SharedPages(NamedTuple):
-    folder: BlockFolder
-    name: str
-    pages: Any
-
-    def copy(self) -> Any:
-        try:
-            content = self.folder.shared(self.name, self.pages)
-        except OSError:  # there is no room
-            return self.pages.copy()
-        return np.frombuffer(content, np.uint8).reshape(self.pages.shape)
-
-
-_open: weakref.WeakSet[LoaderSource] = weakref.WeakSet()
-"""Those with a copy of a map-style dataset in this process."""
-
-
-def _close_others(own: weakref.ref[LoaderSource]) -> bool:
-    others = [other for other in _open if other is not own() and other._work is not None]
-    for other in others:
-        other._work = None
-    gc.collect()
-    return bool(others)
-
-
-class LoaderSource:
-    """Reads groups of batches. A shard of an iterable dataset (`stays`) is continued, not read again."""
-
-    random = False
-
-    def __init__(self, pages: Any, stays: bool = False, name: str = "") -> None:
-        self.pages, self.stays, self.name = pages, stays, name
-        self._folder = ""
-        self._script = ScriptState()
-        self._work: LoaderWork | None = None
-        self._copies: dict[int, tuple[int, LoaderWork]] = {}
-        self._room: Room | None = None
-        self._own = False
-        """Whether anything so far may depend on the rank."""
-        self.tell: Callable[[str], Any] | None = None
-
-    def apart(self) -> LoaderSource:
-        """For blocks that are made again: it opens copies of its own, and leaves these to their streams."""
-        return LoaderSource(self.pages, self.stays, self.name)
-
-    def begin(self, folder: BlockFolder, where: Any) -> None:
-        """Open a pass; let the processes of this host have the dataset's arrays and tensors once."""
-        self.pages = self.pages[0] if where is None else where, self.pages[1]
-        work = self.pages[1]
-        if self.name and work.nbytes >= SHARED_FROM_BYTES:
-            self.pages = where, SharedPages(folder, self.name, work)
-
-    def begun_at(self, shard: Shard, block: int) -> tuple[Shard, int]:
-        """A stream of which some blocks are made, as it is read now; its first block that `read` yields."""
-        request = shard.items[0]
-        if not request.endless:
-            return shard, 0
-        return replace(shard, items=(request._replace(first=block),)), block
-
-    def read(self, shard: Shard, order: Any) -> Iterator[Record]:
-        """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
-        if not self._folder:
-            self._folder, self._script = import_script(self.pages[0])
-        self._enter()
-        if self._room is None:
-            use_one_thread()
-            self._room = Room()
-        said: Said = []
-        if (where := shard.items[0].where) is not None:
-            self._folder, self._script = import_script(where)
-        request = shard.items[0]
-        with self._script_works(request.rank, said):
-            groups = self._groups(request, bool(shard.home), self._room)
-        for number in itertools.count():
-            self._enter()
-            started = time.perf_counter()
-            with self._room.group():
-                with self._script_works(request.rank, said):
-                    group, ended = next(groups, (None, True))
-                said += [(UNSENT, NOT_SENT.format(what)) for what in self._script.unsent]
-                self._script.unsent.clear()
-                if group is None:
-                    return
-                pages = packed(group, time.perf_counter() - started, self._room, said)
-                said.clear()
-            yield {
-                "key": f"{shard.called}/{number}",
-                PAGES: pages,
-                BATCHES: len(group),
-                ENDED: ended,
-                OWN: self._own,
-            }
-
-    @contextlib.contextmanager
-    def _script_works(self, rank: Rank, said: Said) -> Iterator[None]:
-        with heard(said), self._script.active(), seen_as(rank):
-            yield
-        self._own |= asked()
-
-    def _enter(self) -> None:
-        if Path(self._folder).is_dir():
-            os.chdir(self._folder)  # every time: loaders of other scripts share this process
-
-    def _groups(
-        self, order: LoadRequest, began: bool, room: Room
-    ) -> Iterator[tuple[list[Parts], bool]]:
-        if not self.stays:
-            if self._work is None:
-                self._work = opened(self.pages[1])
-                self._work.close_others = partial(_close_others, weakref.ref(self))
-                _open.add(self)
-            self._work.tell, self.tell = self.tell, None
-            return self._work.run(order, room)
-        try:
-            return copy_for(order, self.pages[1], self._copies, began).run(order, room)
-        except BaseException as error:
-            return itertools.repeat(
-                ([parts_of_batch(failed(error, f"worker {order.worker}"))], False)
-            )
-
-
-def import_script(where: Any) -> tuple[str, ScriptState]:
-    folder, path, again, script = unpack(where.copy())[0]
-    sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
-    reload(again)
-    follow_imports()
-    return str(folder), script
-
-
 def opened(pages: Any) -> LoaderWork:
     work: LoaderWork = unpack(pages.copy())[0]
     return work
-
-
-def packed(
-    group: Sequence[Parts], seconds: float, room: Room | None = None, said: Said | None = None
-) -> Any:
-    """With the seconds they took, and what was printed."""
-    return pages_of([parts_of((seconds, said)), *group], room)
 
 
 def parts_of_batch(made: MadeBatch | Failed) -> Parts:
@@ -547,20 +409,3 @@ def parts_of_batch(made: MadeBatch | Failed) -> Parts:
         return parts_of_batch(
             failed(error, "a batch that cannot be sent")._replace(chain=made.chain)
         )
-
-
-class LoaderChain:
-    """Stands in for a recipe's chain: packed batches already form a block."""
-
-    def run(
-        self, block: Iterable[Record | BadRecord], epoch: int, keep: Any
-    ) -> tuple[dict[str, Any], BlockReport]:
-        report, columns = BlockReport(), dict[str, Any]()
-        for each in block:
-            if isinstance(each, BadRecord):
-                report.bad.append(each)
-            else:
-                columns = {PAGES: each[PAGES]}
-                report.records, report.last, report.own = each[BATCHES], each[ENDED], each[OWN]
-                report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
-        return columns, report
