@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -84,6 +85,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in soak]
 
 
+def pytest_collection_finish() -> None:
+    """Garbage collections need not look through all that was imported, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The time of each part, and long tests that do not say why."""
     seconds: Counter[str] = Counter()
@@ -113,13 +124,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def other_tests_are_no_part_of_the_script(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass of `stoker.DataLoader` looks through the script's modules: all test files, otherwise."""
+    """A pass of `stoker.DataLoader` looks through its script's modules: here, what this file imports."""
     if (state := sys.modules.get("stoker.loader.script_state")) is None:
         return
-    own, this = state.is_own_file, str(request.path)
+    named = {getattr(value, "__module__", None) for value in vars(request.module).values()}
+    files = {getattr(sys.modules.get(str(name)), "__file__", None) for name in named}
+    own, files = state.is_own_file, {*files, str(request.path)}
 
     def is_own_file(file: str | None) -> bool:
-        return bool(own(file)) and (file == this or not Path(str(file)).name.startswith("test_"))
+        return bool(own(file)) and (file in files or not str(file).startswith(f"{ROOT}/"))
 
     monkeypatch.setattr(state, "is_own_file", is_own_file)
 
