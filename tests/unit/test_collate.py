@@ -58,9 +58,8 @@ def test_with_the_default_collate_of_pytorch_a_batch_is_as_it_is_without() -> No
 
 
 def test_records_of_any_shape_and_type_arrive() -> None:
-    odd = [
-        {"key": str(i), "boxes": np.ones((i, 4)), "tags": [("a", i)], "hint": {i}} for i in range(4)
-    ]
+    odd = [{"boxes": np.ones((i, 4)), "tags": [("a", i)], "hint": {i}} for i in range(4)]
+    odd = [{"key": str(i), **record} for i, record in enumerate(odd)]
     columns, report = left(odd, list)
     assert report.rows == 4
     assert not report.bad
@@ -90,35 +89,24 @@ def test_arrays_of_any_memory_order_arrive_and_masked_ones_keep_their_mask() -> 
     frozen = base.copy()
     frozen.flags.writeable = False
     masked = np.ma.masked_array(np.arange(2.0), [True, False])
-    odd = {
-        "key": "a",
-        "big": base.astype(">i2"),
-        "back": base[:, ::-1],
-        "frozen": frozen,
-        "masked": masked,
-    }
-    columns, _ = left([odd], list)
+    odd = {"big": base.astype(">i2"), "back": base[:, ::-1], "frozen": frozen, "masked": masked}
+    columns, _ = left([{"key": "a", **odd}], list)
 
     def collate(records: list[Any]) -> dict[str, Any]:
         (record,) = records
         assert np.ma.is_masked(record["masked"])
         record["frozen"] += 1
-        return {
-            "big": record["big"][None],
-            "back": base[None, :, ::-1],
-            "frozen": record["frozen"][None],
-        }
+        return {name: record[name][None] for name in ("big", "back", "frozen")}
 
     batch = collated(collate, all_of([(columns, 0, 1)])[0], "")
     assert torch.equal(batch["big"][0], torch.from_numpy(base))
-    assert batch["back"].tolist() == base[None, :, ::-1].tolist()
+    assert batch["back"].tolist() == [base[:, ::-1].tolist()]
     assert batch["frozen"].tolist() == (base[None] + 1).tolist()
 
 
 def test_what_cannot_be_sent_names_its_record() -> None:
-    with pytest.raises(
-        SchemaError, match=r"record a cannot be sent to collate: .*; drop in the chain"
-    ):
+    says = r"record a cannot be sent to collate: .*; drop in the chain"
+    with pytest.raises(SchemaError, match=says):
         left([{"key": "a", "x": (i for i in range(3))}], list)
 
 
@@ -128,9 +116,8 @@ def test_an_error_names_records_of_the_batch() -> None:
     def collate(records: list[Any]) -> Any:
         raise KeyError("caption")
 
-    with pytest.raises(
-        SchemaError, match=r"^collate: KeyError: 'caption' .*, with records r0, r1, r2, …$"
-    ):
+    says = r"^collate: KeyError: 'caption' .*, with records r0, r1, r2, …$"
+    with pytest.raises(SchemaError, match=says):
         collated(collate, all_of([(columns, 0, report.rows)])[0], "")
 
 
@@ -140,21 +127,10 @@ def test_a_batch_moves_to_a_device_with_its_types() -> None:
         name: str
 
     one = torch.ones(2)
-    batch = {
-        "x": one,
-        "t": [Target(one, "a")],
-        "pair": (one, "b"),
-        "o": OrderedDict(x=one),
-        "s": ["a", "b"],
-    }
+    batch = {"x": one, "t": [Target(one, "a")], "pair": (one, "b"), "o": OrderedDict(x=one)}
+    batch["s"] = ["a", "b"]
     moved = on_tensors(batch, lambda value: value + 1)
-    assert [type(value) for value in moved.values()] == [
-        torch.Tensor,
-        list,
-        tuple,
-        OrderedDict,
-        list,
-    ]
+    assert [*map(type, moved.values())] == [torch.Tensor, list, tuple, OrderedDict, list]
     assert type(moved["t"][0]) is Target and moved["t"][0].name == "a" and moved["s"] == ["a", "b"]
     for value in (moved["x"], moved["t"][0].boxes, moved["pair"][0], moved["o"]["x"]):
         assert value.tolist() == [2, 2]
@@ -173,27 +149,21 @@ def test_work_is_spread_over_hosts_those_with_the_records_first() -> None:
 
 
 def test_draws_depend_on_seed_pass_and_records_alone() -> None:
-    def collate(records: list[Any]) -> dict[str, Any]:
-        return {
-            "drawn": [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in records]
-        }
+    def draw() -> tuple[float, ...]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
 
     def drawn(seed: str) -> Any:
-        return collated(collate, [{}, {}], seed)["drawn"]
+        return collated(lambda records: {"drawn": [draw() for _ in records]}, [{}, {}], seed)[
+            "drawn"
+        ]
 
     ids = np.array([3, 4])
     first = drawn(seed_of(1, "train", 0, ids))
     assert drawn(seed_of(1, "train", 0, ids)) == first
-    for other in (
-        (2, "train", 0, ids),
-        (1, "val", 0, ids),
-        (1, "train", 1, ids),
-        (1, "train", 0, ids[::-1]),
-    ):
+    others = [(2, "train", 0, ids), (1, "val", 0, ids), (1, "train", 1, ids)]
+    for other in [*others, (1, "train", 0, ids[::-1])]:
         assert drawn(seed_of(*other)) != first
-    assert seed_of(1, "val", 0, ids) == seed_of(1, "val", 3, ids), (
-        "validation is the same in every epoch"
-    )
+    assert seed_of(1, "val", 0, ids) == seed_of(1, "val", 3, ids), "as validation is"
 
 
 @pytest.mark.parametrize(
@@ -208,10 +178,7 @@ def test_draws_depend_on_seed_pass_and_records_alone() -> None:
         ({"x": torch.zeros(())}, "collate returned a Tensor as 'x' for 3 records"),
         ({"x": {"ids": [1, 2, 3]}}, "collate returned a dict as 'x' for 3 records"),
         ({"x": "abc"}, "collate returned a str as 'x' for 3 records"),
-        (
-            {"x": np.ma.masked_array(np.zeros(3))},
-            "collate returned a MaskedArray as 'x' for 3 records",
-        ),
+        ({"x": np.ma.masked_array(np.zeros(3))}, "a MaskedArray as 'x' for 3 records"),
     ],
 )
 def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) -> None:
@@ -219,22 +186,16 @@ def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) 
         collated(lambda records: returned, [{}, {}, {}], "")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "data", "text"),
-    [
-        ("Padded", {}, "recipe: Padded has both pad and collate; pad in collate"),
-        ("Wrong", {}, "train: collate: KeyError: 'nobody' (collating.py:"),
-        (
-            "Collated",
-            {"bucket_by": "mark"},
-            "data.bucket_by: no record has 'mark'; columns: x0, x1, y",
-        ),
-    ],
-)
-def test_a_wrong_collate_is_refused_before_training(
-    recipe: str, data: dict[str, Any], text: str
-) -> None:
-    config = Config.model_validate({"recipe": f"collating:{recipe}", "data": data})
+WRONG = {
+    "Padded": ({}, "recipe: Padded has both pad and collate; pad in collate"),
+    "Wrong": ({}, "train: collate: KeyError: 'nobody' (collating.py:"),
+    "Collated": ({"bucket_by": "mark"}, "bucket_by: no record has 'mark'; columns: x0, x1, y"),
+}
+
+
+@pytest.mark.parametrize("recipe", WRONG)
+def test_a_wrong_collate_is_refused_before_training(recipe: str) -> None:
+    data, text = WRONG[recipe]
     with pytest.raises(UsageError) as refused:
-        open_data(config)
+        open_data(Config.model_validate({"recipe": f"collating:{recipe}", "data": data}))
     assert text in str(refused.value)

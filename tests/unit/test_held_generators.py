@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import chained
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from stoker import DataLoader
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
-from stoker.chain.stages import RecordTransform
-from stoker.protocol import Record
+from stoker.data import Record, RecordTransform
 
 RECORDS = 24
 KINDS: dict[str, Any] = {
@@ -174,8 +172,8 @@ def test_draws_of_a_stage_depend_on_record_and_epoch_only(per: str, holder: str)
             if per == "record"
             else lambda batch: {"drawn": [make() for _ in batch["i"]]}
         )
-        chain = Chain(as_stages([entry]), 3)
-        columns, report = chain.run(({"key": f"{key}", "i": key} for key in keys), epoch)
+        records = [{"key": f"{key}", "i": key} for key in keys]
+        columns, report = chained(records, entry, epoch=epoch, seed=3)
         assert not report.bad
         return [float(value) for value in columns["drawn"]]
 

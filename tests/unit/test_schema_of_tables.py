@@ -62,40 +62,36 @@ def test_a_batch_is_what_the_table_holds(
     )
     expected, lost = [], set()
     for i, row in enumerate(table):
-        values: dict[str, Any] = {"__id": record_id(f"train-0.parquet:{i}")}
+        key = f"train-0.parquet:{i}"
+        values: dict[str, Any] = {"__id": record_id(key)}
         for kind, value in row.items():
             rule = rules.get(kind)
             if value is None and rule == "quarantine":
-                lost.add(f"train-0.parquet:{i}")
-            values[kind] = (
-                value if value is not None else KINDS[kind][3] if rule == "keep" else rule
-            )
+                lost.add(key)
+            stands_in = KINDS[kind][3] if rule == "keep" else rule
+            values[kind] = stands_in if value is None else value
             if rule == "keep" and kind != "float":
                 values[f"{kind}__valid"] = value is not None
-        if f"train-0.parquet:{i}" not in lost:
+        if key not in lost:
             expected.append(values)
     source = read_parquet(str(tmp_path), "train", nulls=rules)
     assert source is not None
-    sizes = {
-        "block_records": data.draw(st.integers(1, 5)),
-        "batch_size": data.draw(st.integers(1, 4)),
-    }
+    block_records, batch_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    sizes = {"block_records": block_records, "batch_size": batch_size}
     unruled = [kind for kind in kinds if holes[kind] and kind not in rules]
     if unruled or not expected:
         with pytest.raises(UsageError if unruled else Exception) as caught:
             way.batches(source, [], workers=1, direct=direct, **sizes)
-        assert all(
-            f"column {kind} holds {len(holes[kind])} NULL" in str(caught.value) for kind in unruled
-        )
+        for kind in unruled:
+            assert f"column {kind} holds {len(holes[kind])} NULL" in str(caught.value)
         return
     steps, bad = way.batches(source, [], workers=1, direct=direct, **sizes)
     assert {one.key for one in bad} == lost
     found = []
     for (batch,) in steps:
         columns = {name: c if isinstance(c, list) else c.tolist() for name, c in batch.items()}
-        found += [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
+        rows = zip(*columns.values(), strict=True)
+        found += [dict(zip(columns, row, strict=True)) for row in rows]
     for row in found:
         if "float" in row and row["float"] != row["float"]:
             row["float"] = None  # NaN, which "keep" puts there

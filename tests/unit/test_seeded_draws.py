@@ -29,10 +29,10 @@ def drawn(
     only: int | None = None,
     block: int = 15,
     shard: int = 30,
-    **recipe: Any,
+    n: int = 60,
 ) -> dict[str, tuple[float, ...]]:
     """Key → the numbers drawn for that record in a pass, or in one shard: all that one process reads."""
-    job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
+    job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, "n": n}, "seed": 3}
     data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
     loaded = LoadedSplit(data.sources["train"], data.chains["train"])
     plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
@@ -77,6 +77,21 @@ def test_a_group_with_the_same_first_record_draws_its_own() -> None:
     assert drawn("batch", n=14) != {k: v for k, v in drawn("batch", n=15).items() if k != "14"}
 
 
+FIRST_BLOCK = """
+import importlib, json, pickle, sys
+from stoker.protocol import PassPlan, Work
+from stoker.read.sources import seed_globals
+from stoker.serve.shards import LoadedSplit, blocks_of
+source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))
+plan = PassPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)
+assert 'torch' not in sys.modules
+seed_globals('a record before')
+importlib.invalidate_caches()
+columns, _ = next(blocks_of(LoadedSplit(source, chain), plan, Work(0, shard)))
+print(json.dumps(columns['t'].tolist()))
+"""
+
+
 @pytest.mark.long
 def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_path: Path) -> None:
     # A process of its own, as chain processes are: nothing but the transform itself loads torch.
@@ -84,28 +99,10 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     data = open_data(Config.model_validate(config))
     source, chain = data.sources["train"], data.chains["train"]
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.shards(30, None)[0])))
-    code = (
-        "import importlib, json, pickle, sys\n"
-        "from stoker.protocol import PassPlan, Work\n"
-        "from stoker.read.sources import seed_globals\n"
-        "from stoker.serve.shards import LoadedSplit, blocks_of\n"
-        "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "plan = PassPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
-        "work = Work(0, shard)\n"
-        "assert 'torch' not in sys.modules\n"
-        "seed_globals('a record before')\n"
-        "importlib.invalidate_caches()\n"
-        "columns, _ = next(blocks_of(LoadedSplit(source, chain), plan, work))\n"
-        "print(json.dumps(columns['t'].tolist()))\n"
-    )
     paths = os.pathsep.join([str(RECIPES), *sys.path])
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "work")],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", FIRST_BLOCK, str(tmp_path / "work")]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr
     here = drawn("transform")
     assert json.loads(out.stdout) == [here[str(i)][2] for i in range(15)]
