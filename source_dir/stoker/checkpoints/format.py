@@ -293,25 +293,12 @@ _NICENESS = 10
 _NAME = "checkpoint"
 
 
-class _Progress:
-    """Of the threads that write."""
+def _writers_cpu_s() -> float:
+    import psutil
 
-    def __init__(self) -> None:
-        self.spent_s, self.at = self._cpu_s(), time.monotonic()
-
-    def still_s(self) -> float:
-        """For how long there has been none."""
-        spent_s, now = self._cpu_s(), time.monotonic()
-        if abs(spent_s - self.spent_s) >= PROGRESS_CPU_S:
-            self.spent_s, self.at = spent_s, now
-        return now - self.at
-
-    def _cpu_s(self) -> float:
-        import psutil
-
-        writers = [thread.native_id for thread in threading.enumerate() if thread.name == _NAME]
-        threads = psutil.Process().threads()
-        return sum(each.user_time + each.system_time for each in threads if each.id in writers)
+    writers = [thread.native_id for thread in threading.enumerate() if thread.name == _NAME]
+    threads = psutil.Process().threads()
+    return sum(each.user_time + each.system_time for each in threads if each.id in writers)
 
 
 class Writer:
@@ -352,22 +339,24 @@ class Writer:
 
     def wait(self, still_s: float = STILL_S, meanwhile: Callable[[], Any] = lambda: None) -> None:
         """Wait as long as the write makes progress; call `meanwhile` and tell of it every minute."""
-        began = told = time.monotonic()
-        progress = _Progress()
+        began = told = moved = time.monotonic()
+        spent_s = _writers_cpu_s()
         while self.thread is not None and self.thread.is_alive():
             self.thread.join(min(POLL_S, still_s))
-            if progress.still_s() > still_s and self.thread.is_alive():
+            now, cpu_s = time.monotonic(), _writers_cpu_s()
+            if abs(cpu_s - spent_s) >= PROGRESS_CPU_S:
+                spent_s, moved = cpu_s, now
+            if now - moved > still_s and self.thread.is_alive():
                 self.thread = None  # nobody waits for it a second time
                 raise CheckpointError(
-                    f"{self.what}: not written, and no progress for {progress.still_s():.0f} s:"
-                    f" {self.where} is stuck; check its disk or connection, then resume from the checkpoint"
-                    " before"
+                    f"{self.what}: not written, and no progress for {now - moved:.0f} s: {self.where} is"
+                    " stuck; check its disk or connection, then resume from the checkpoint before"
                 )
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
+            if now - told > TELL_S:
+                told = now
                 meanwhile()
-                if progress.still_s() < TELL_S:
-                    self.tell(f"{self.what} is still being written, {told - began:.0f} s so far")
+                if now - moved < TELL_S:
+                    self.tell(f"{self.what} is still being written, {now - began:.0f} s so far")
         self.thread = None
         self.check()
 

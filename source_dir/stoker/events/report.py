@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -188,12 +188,19 @@ def panels_of(run: RunData) -> list[Panel]:
 
 
 def bar_panel(
-    title: str, text: str, bars: list[Bar], unit: str, heads: list[str], rows: Rows | None = None
+    title: str,
+    text: str,
+    bars: list[Bar],
+    unit: str,
+    heads: list[str],
+    rows: Rows | None = None,
+    **options: Any,
 ) -> Panel:
     """Bars with their values as a table, unless other rows are given."""
-    shown = [["not measured" if bar.value is None else figure(bar.value)] for bar in bars]
-    rows = rows or [[bar.name, *value] for bar, value in zip(bars, shown, strict=True)]
-    return Panel(title, charts.bars(title, text, bars, unit), text, heads, rows)
+    shown = ["not measured" if bar.value is None else figure(bar.value) for bar in bars]
+    rows = rows or [[bar.name, value] for bar, value in zip(bars, shown, strict=True)]
+    described = "; ".join(": ".join(row) for row in rows[: len(bars)])
+    return Panel(title, charts.bars(title, described, bars, unit, **options), text, heads, rows)
 
 
 def parts_of(title: str, text: str, head: str, every: dict[str, float], unit: str) -> Panel:
@@ -311,9 +318,7 @@ def limits(run: RunData) -> Panels:
         binds = part == summary.bottleneck and near(summary, value)
         bars.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
     text, unit = "What each part could carry alone. CPUs that also train reach less.", "samples/s"
-    panel = bar_panel("Throughput limits", text, bars, unit, ["part", unit])
-    described = "; ".join(": ".join(row) for row in panel.rows)
-    yield replace(panel, svg=charts.bars(panel.title, described, bars, unit, cut_at=4))
+    yield bar_panel("Throughput limits", text, bars, unit, ["part", unit], cut_at=4)
 
 
 def chain(run: RunData) -> Panels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -224,24 +225,16 @@ READ_LIMIT_BYTES = 2**30
 ends the run when it is read."""
 
 
-@dataclass
-class NullCount:
-    nulls: int = 0
-    unclear: bool = False
-    """Some row groups, of so many bytes, have no such statistics."""
-    unclear_bytes: int = 0
-
-
 def in_statistics(
     metadata: Any, paths: list[list[str]], columns: Sequence[str]
-) -> dict[str, NullCount]:
-    """Columns that hold NULLs, or may, by a file's statistics."""
+) -> tuple[Counter[str], Counter[str]]:
+    """Column → its NULLs by a file's statistics; and the bytes of its row groups of which none tell."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
         # Only the bytes of {bytes, path} structs are read.
         if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
             leaves[number] = path[0]
-    found: dict[str, NullCount] = {}
+    known, unclear = Counter[str](), Counter[str]()
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
         for number, name in leaves.items():
@@ -252,22 +245,14 @@ def in_statistics(
                 raise ValueError(
                     f"its row group {group} has another type of {leaf} than its schema"
                 )
-            statistics = chunk.statistics if chunk.is_stats_set else None
-            nulls = (
-                statistics.null_count
-                if statistics is not None and statistics.has_null_count
-                else None
-            )
-            if nulls == 0:
-                continue
-            column = found.setdefault(name, NullCount())
+            statistics: Any = chunk.statistics if chunk.is_stats_set else None
+            counted = statistics is not None and statistics.has_null_count
             # For lists, statistics count empty ones too.
-            if nulls is None or paths[number] != [name]:
-                column.unclear = True
-                column.unclear_bytes += chunk.total_compressed_size
-            else:
-                column.nulls += nulls
-    return found
+            if not counted or (statistics.null_count and paths[number] != [name]):
+                unclear[name] += chunk.total_compressed_size
+            elif statistics.null_count:
+                known[name] += statistics.null_count
+    return known, unclear
 
 
 def check_nulls(source: Any, columns: list[str]) -> None:
@@ -285,13 +270,13 @@ def check_nulls(source: Any, columns: list[str]) -> None:
             continue
         counts, unclear = {}, []
         for path, footer in files:
-            found = footer.nulls.get(column, NullCount())
+            nulls = footer.nulls[column]
             if source.constants.get(path, {}).get(column, ()) is None:
                 counts[path] = footer.matching
-            elif not found.unclear and not (found.nulls and source.filters):
-                counts[path] = found.nulls
+            elif column not in footer.unclear and not (nulls and source.filters):
+                counts[path] = nulls
             else:
-                reads += found.unclear_bytes
+                reads += footer.unclear[column]
                 unclear += [(path, column, footer.groups)] if reads <= READ_LIMIT_BYTES else []
         with ThreadPoolExecutor(16) as pool:
             counted = pool.map(lambda each: source.count_nulls(*each), unclear)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord, Record, Shard
 from stoker.read.arrow import (
-    NullCount,
     Nulls,
     Rules,
     check_nulls,
@@ -93,8 +92,9 @@ class Footer(NamedTuple):
     rows: int
     groups: list[RowGroup]
     matching: int
-    nulls: dict[str, NullCount]
-    """Columns that hold NULLs, or may."""
+    nulls: Counter[str]
+    unclear: Counter[str]
+    """Columns of which statistics do not tell whether they hold NULLs → bytes."""
 
 
 def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer:
@@ -110,7 +110,7 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
             raise ValueError(
                 f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}"
             )
-        nulls = in_statistics(metadata, leaves, columns or schema.names)
+        nulls, unclear = in_statistics(metadata, leaves, columns or schema.names)
     except Exception as error:
         text = " ".join(str(error).split())
         raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
@@ -120,7 +120,7 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
     groups = [
         RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n
     ]
-    return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls)
+    return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls, unclear)
 
 
 def read_groups(

@@ -280,12 +280,18 @@ def share_that_fits(
     1 if a split cannot count its records, or if sizes or room cannot be measured: each host then caches the
     records that it encounters first.
     """
+    import ray
+
     counts = {split: count for split in splits if (count := totals[split])}
     if counts.keys() != splits.keys():
         return 1.0
-    samples = {split: sample(source) for split, (source, _) in splits.items()}
-    sizes = _sizes([(*splits[split], shards) for split, shards in samples.items()])
-    rooms = _rooms(config, cache)
+    here, samples, sizes = ray.get_runtime_context().get_node_id(), dict[str, list[Shard]](), []
+    for split, (source, chain) in splits.items():
+        samples[split] = sample(source)
+        # In a task, which may die of a record.
+        found = _on([here], _sizes, source.for_workers(), chain, samples[split])[0]
+        sizes.append(found or [])
+    rooms = _rooms(config, cache, here)
     if not all(sizes) or not any(rooms):
         return 1.0
     needed = sum(count * fmean(found) for count, found in zip(counts.values(), sizes, strict=True))
@@ -306,15 +312,14 @@ def sample(source: Source) -> list[Shard]:
     return [shards[number * len(shards) // most] for number in range(most)]
 
 
-def _rooms(config: Config, cache: CacheSpec) -> list[int]:
+def _rooms(config: Config, cache: CacheSpec, here: str) -> list[int]:
     """Bytes that each host that preprocesses may cache; a host that does not answer is left out."""
     import ray
 
-    hosts = chain_hosts(config, ray.get_runtime_context().get_node_id(), ray.nodes(), Counter())
+    hosts = chain_hosts(config, here, ray.nodes(), Counter())
     hosts = [host for host in hosts if not host.trains] or hosts
-    return [
-        found for found in _on([host.node for host in hosts], _room, cache) if found is not None
-    ]
+    rooms = _on([host.node for host in hosts], _room, cache)
+    return [room for room in rooms if room is not None]
 
 
 def _room(cache: CacheSpec) -> int:
@@ -324,28 +329,18 @@ def _room(cache: CacheSpec) -> int:
         return 0  # its chain workers report it
 
 
-def _sizes(parts: list[tuple[Source, Chain, list[Shard]]]) -> list[list[int]]:
-    """Bytes in the cache of some records of each split, made in a task, which may die of a record."""
-    import ray
+def _sizes(source: Source, chain: Chain, shards: list[Shard]) -> list[int]:
+    """Bytes in the cache of some records of a split."""
+    sizes, ends = list[int](), time.monotonic() + SAMPLE_S
 
-    light = [(source.for_workers(), chain, shards) for source, chain, shards in parts]
-    return _on([ray.get_runtime_context().get_node_id()], _sizes_of, light)[0] or [[]]
+    def keep(record: Any) -> int:
+        sizes.append(size_in_cache(record))
+        return 0
 
-
-def _sizes_of(parts: list[tuple[Source, Chain, list[Shard]]]) -> list[list[int]]:
-    found = []
-    for source, chain, shards in parts:
-        sizes, ends = list[int](), time.monotonic() + SAMPLE_S
-
-        def keep(record: Any, sizes: list[int] = sizes) -> int:
-            sizes.append(size_in_cache(record))
-            return 0
-
-        for shard in shards:
-            if time.monotonic() < ends:
-                chain.run(islice(source.read(shard, None), PER_FILE), 0, keep)
-        found.append(sizes)
-    return found
+    for shard in shards:
+        if time.monotonic() < ends:
+            chain.run(islice(source.read(shard, None), PER_FILE), 0, keep)
+    return sizes
 
 
 def _on(nodes: list[str], what: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -353,17 +348,10 @@ def _on(nodes: list[str], what: Callable[..., Any], *arguments: Any) -> list[Any
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    calls = [
-        ray.remote(what)
-        .options(
-            name="cache",
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(*arguments)
-        for node in nodes
-    ]
+    task = ray.remote(num_cpus=0, max_retries=0)(what)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    named = [task.options(name="cache", scheduling_strategy=place) for place in places]
+    calls = [each.remote(*arguments) for each in named]
     done = ray.wait(calls, num_returns=len(calls), timeout=DEADLINE_S)[0] if calls else []
     found = dict.fromkeys(calls)
     for call in done:
