@@ -33,16 +33,11 @@ from stoker.hosts.output import PrefixedStream, write_failure
 from stoker.hosts.raynode import STARTS, ClusterError, RayNode, probe_port, store_arguments
 from stoker.hosts.services import sagemaker
 from stoker.hosts.topology import TopologyError, resolve
-from stoker.scripts import rank
 from stoker.serve.blocks import wire
 from tests.waiting import until
 
 TOKEN = "0" * 64
 TWO_HOSTS = resolve({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
-
-
-def test_our_own_requirements_are_satisfied_here() -> None:
-    assert requirements.unsatisfied((Path(run.CODE) / "requirements.txt").read_text()) == []
 
 
 def test_what_is_absent_too_old_or_lacks_an_extra_is_found() -> None:
@@ -56,16 +51,6 @@ def test_what_is_absent_too_old_or_lacks_an_extra_is_found() -> None:
     ray[no-such-extra]
     """
     assert requirements.unsatisfied(text) == ["pydantic>=99", "no-such-package-here"]
-
-
-@pytest.mark.long
-def test_a_wheels_folder_is_the_only_source(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").write_text("no-such-package-here==1.0\n")
-    (tmp_path / "wheels").mkdir()
-    with pytest.raises(requirements.InstallError) as failed:
-        requirements.ensure(tmp_path)
-    assert "cannot install no-such-package-here==1.0 from wheels/" in str(failed.value)
-    assert "\n" not in str(failed.value)
 
 
 def test_every_line_names_its_origin() -> None:
@@ -359,14 +344,6 @@ def test_where_nobody_kills_a_stop_has_a_deadline_only_while_there_is_nothing_to
     assert len(ended) == 1, "while the recipe is checked, or Ray starts"
     stop.on_request = lambda reason: None
     assert not stop.overdue
-
-
-def test_the_deadlines_on_sagemaker_are_those_of_its_two_minutes() -> None:
-    killed_after_s = sagemaker.SERVICE.place().killed_after_s
-    assert killed_after_s == 120
-    assert roles.Stop(killed_after_s=killed_after_s).timeout_s == 100
-    assert killed_after_s * driver.STOP_SHARE == 90
-    assert killed_after_s * rank.STOP_SHARE == 60
 
 
 def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(

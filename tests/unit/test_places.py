@@ -187,30 +187,6 @@ def test_the_tasks_agree_with_one_another() -> None:
         }
 
 
-TASK_FIELDS = {
-    "api_server_access", "config", "envs", "event_callback", "file_mounts", "file_mounts_mapping", "inputs",
-    "managed_secrets", "name", "num_nodes", "outputs", "pool", "resources", "run", "secrets", "service",
-    "setup", "volume_mounts", "volumes", "workdir",
-}  # fmt: skip
-RESOURCES_FIELDS = {
-    "accelerator_args", "accelerators", "any_of", "autostop", "cloud", "cpus", "disk_size", "disk_tier",
-    "ephemeral_storage", "image_id", "infra", "instance_type", "job_recovery", "labels", "local_disk",
-    "max_hourly_cost", "memory", "network_tier", "ordered", "ports", "priority", "priority_class", "region",
-    "use_spot", "volumes", "zone",
-}  # fmt: skip
-"""Of SkyPilot 0.14.1, sky/utils/schemas.py: it refuses what is not among them."""
-
-
-def test_the_tasks_have_only_fields_of_skypilot() -> None:
-    for task in (GPU, CPU):
-        assert set(task) <= TASK_FIELDS and set(task["resources"]) <= RESOURCES_FIELDS
-    assert {mount["mode"] for mount in GPU["file_mounts"].values()} <= {
-        "MOUNT",
-        "COPY",
-        "MOUNT_CACHED",
-    }
-
-
 def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) -> None:
     run_directory.refuse_unwritable(tmp_path / "new" / "runs")
     assert not list(tmp_path.iterdir()), "looking leaves nothing behind"

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from clouds import SAGEMAKER, VERTEX, changes_of, full, job_of
@@ -224,35 +222,6 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
     assert "create-training-job" in commands and request.code_uri in commands
     with pytest.raises(UsageError, match="exists"):
         request.write(tmp_path / "job.json")
-
-
-LIMITS: dict[str, list[Any]] = {
-    "TrainingJobName": ["a_b", "x" * 64, "-x"],
-    "AlgorithmSpecification.TrainingImage": ["x" * 256],
-    "AlgorithmSpecification.ContainerEntrypoint": [["x" * 257], ["x"] * 101],
-    "AlgorithmSpecification.MetricDefinitions": [[{"Name": "a", "Regex": "b"}] * 41],
-    "HyperParameters": [{"k" * 257: "v"}],
-    "OutputDataConfig.S3OutputPath": ["file:///x"],
-    "CheckpointConfig.S3Uri": ["s3://b/" + "x" * 1024],
-    "Environment": [{"A": "x" * 513}],
-    "Tags": [[{"Key": "x" * 129, "Value": ""}]],
-}
-
-
-def test_no_request_holds_more_than_the_model_allows() -> None:
-    good = request_of(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
-    assert sagemaker_rules.problems(good) == []
-    own = {"sagemaker.request": "{RemoteDebugConfig: {EnableRemoteDebug: true}}"}
-    assert sagemaker.plan(make_job(own), offline=True).body["RemoteDebugConfig"]
-    for path, values in LIMITS.items():
-        for value in values:
-            body = copy.deepcopy(good.body)
-            *sections, last = path.split(".")
-            place = body
-            for section in sections:
-                place = place[section]
-            place[last] = value
-            assert len(list(sagemaker_rules.limit_problems(body, good.keys))) == 1, (path, value)
 
 
 def test_names_images_and_prices() -> None:
