@@ -68,9 +68,8 @@ class DecodeVideo(RecordTransform):
         clip = decode_clip(
             column_value(record, self.column), self.frames, self.rate, place, self.size
         )
-        return {name: value for name, value in record.items() if name != self.column} | {
-            "video": clip
-        }
+        others = {name: value for name, value in record.items() if name != self.column}
+        return others | {"video": clip}
 
 
 def decode_clip(
@@ -92,9 +91,8 @@ def decode_clip(
             if any(packet.is_corrupt for packet in packets):
                 raise ValueError("cannot be decoded: damaged or truncated")
             per_unit = rate and rate * stream.time_base
-            moments = {
-                packet.pts for packet in packets if packet.size and not packet.is_discard
-            } - {None}
+            shown = (packet for packet in packets if packet.size and not packet.is_discard)
+            moments = {packet.pts for packet in shown} - {None}
             wanted = _choose(sorted(moments), frames, per_unit, place)
             found = _decode(stream, packets, wanted, size)
             if not found.keys() >= set(wanted):
@@ -160,9 +158,8 @@ def _decode(
 
 
 def _keys(packets: list[Any]) -> list[int]:
-    return [
-        i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None
-    ] or [0]
+    keys = [i for i, each in enumerate(packets) if each.is_keyframe and each.pts is not None]
+    return keys or [0]
 
 
 def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:

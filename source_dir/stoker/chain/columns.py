@@ -117,11 +117,8 @@ def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
 
 def _length(value: Any) -> int:
     # Where batches pad, anything but an array is refused.
-    return (
-        len(value)
-        if getattr(value, "shape", ()) or isinstance(value, list | tuple | str | bytes)
-        else 0
-    )
+    has_length = getattr(value, "shape", ()) or isinstance(value, list | tuple | str | bytes)
+    return len(value) if has_length else 0
 
 
 BATCHABLE = {
@@ -144,11 +141,8 @@ def pack_columns(
     stage: str = "",
     pads: Mapping[str, Pad] = {},
 ) -> Packed:
-    found = (
-        expected.columns
-        if expected
-        else dict.fromkeys(name for record in records for name in record)
-    )
+    own = dict.fromkeys(name for record in records for name in record)
+    found = expected.columns if expected else own
     names = [name for name in found if name != "key"]
     good, bad = _complete(records, names, expected)
     columns: dict[str, Any] = {}
@@ -353,10 +347,9 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 def size_of(column: Any) -> int:
     """Bytes of a column in a block; NumPy counts only the references to strings."""
-    texts = column.dtype == object
-    return (
-        sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
-    )
+    if column.dtype != object:
+        return int(column.nbytes)
+    return sum(len(text) for text in column if text) + 8 * len(column)
 
 
 def finished_columns(packed: Packed, with_keys: bool) -> dict[str, Any]:

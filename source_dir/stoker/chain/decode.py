@@ -247,9 +247,9 @@ def decode_whole(content: bytes, header: JpegHeader, mode: Mode) -> NDArray[Any]
 
     buffer = np.empty(header.rows * header.columns * (1 if mode == "L" else 3), dtype=np.uint8)
     array = _decode_jpeg(content, header, mode, 1, header.rows, buffer)
-    return (
-        decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)
-    )
+    if array is None:
+        return decode_with_pillow(content, mode)
+    return upright(array, header.orientation)
 
 
 def decode_part(

@@ -160,9 +160,8 @@ def versions(text: str) -> dict[str, str]:
 
     Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
-    roots = [requirement for _, requirement in _requirements(text)] + [
-        _parse(name) for name in OF_THE_IMAGE
-    ]
+    roots = [requirement for _, requirement in _requirements(text)]
+    roots += map(_parse, OF_THE_IMAGE)
     found = {canonical(each.name): installed(each.name) for each in _closure(roots, whole=True)}
     return {name: version.partition("+")[0] for name, version in found.items() if version}
 

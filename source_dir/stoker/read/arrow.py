@@ -190,7 +190,7 @@ def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bo
     return counted if counted.any() else None
 
 
-def _mask(array: Any) -> NDArray[np.bool_] | None:
+def _mask(array: Any) -> Any:
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -198,8 +198,8 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
     if isinstance(array.type, pa.BaseExtensionType):  # Arrow's own are no pa.ExtensionType
         array = array.storage
     kind = array.type
-    mask = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    inner = None
+    mask: Any = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    inner: Any = None
     if content := content_of_struct(kind):
         inner = _mask(array.field(content))
     elif is_list(kind):
@@ -209,10 +209,7 @@ def _mask(array: Any) -> NDArray[np.bool_] | None:
         if values is not None:
             inner = np.zeros(len(array), bool)
             inner[there[compute.list_parent_indices(lists).to_numpy()[values]]] = True
-    found: NDArray[np.bool_] | None = (
-        mask if inner is None else inner if mask is None else mask | inner
-    )
-    return found
+    return mask if inner is None else inner if mask is None else mask | inner
 
 
 Nulls = dict[str, Any]

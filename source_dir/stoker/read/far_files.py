@@ -176,9 +176,8 @@ def _of_s3() -> dict[str, Any]:
             options["credential_provider"] = Boto3CredentialProvider(session, ttl=CREDENTIALS_S)
     if region and region.startswith(CHINA):
         endpoint = endpoint or f"https://s3.{region}.amazonaws.com.cn"
-    return (
-        options | {"region": region or "us-east-1"} | ({"endpoint": endpoint} if endpoint else {})
-    )
+    options["region"] = region or "us-east-1"
+    return options | ({"endpoint": endpoint} if endpoint else {})
 
 
 def content_of(filesystem: Any, path: str) -> bytes:

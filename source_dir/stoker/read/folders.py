@@ -67,11 +67,9 @@ def split_files(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """The files of a split, in its folder or named with its prefix, and lines on what is not read."""
     one = is_one(root, suffixes)
-    mine = (
-        (list_files(root) if split == "train" else [])
-        if one
-        else files_of(root, split, underscored=True)
-    )
+    mine = [] if one else files_of(root, split, underscored=True)
+    if one and split == "train":
+        mine = list_files(root)
     if is_file(root):
         return mine, ()
     lines = () if one else note_on_unread(root, split)
@@ -198,12 +196,8 @@ def note_on_unread(root: str, split: str) -> tuple[str, ...]:
     if any(f.base_name in names for f in there):
         found = [f.base_name + "/" * (not f.is_file) for f in there if f.base_name not in names]
     else:
-        top = len(filesystem_of(root)[1])
-        found = (
-            [f.base_name for f in list_files(root) if not _is_of(names, f.path[top:])]
-            if there
-            else []
-        )
+        files, top = list_files(root) if there else [], len(filesystem_of(root)[1])
+        found = [f.base_name for f in files if not _is_of(names, f.path[top:])]
     found = [n for n in found if not (is_hidden(n) or n[0] == "_" or IGNORED.fullmatch(n.lower()))]
     found.sort(key=lambda name: not name.endswith("/"))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""

@@ -59,9 +59,8 @@ class CacheSpec:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        parent = (
-            SHARED_MEMORY if self.kind == "memory" else Path(self.folder or tempfile.gettempdir())
-        )
+        disk = Path(self.folder or tempfile.gettempdir())
+        parent = SHARED_MEMORY if self.kind == "memory" else disk
         # Several Ray nodes may share a machine.
         return parent / f"{PREFIX}{self.run}-{node[:12]}"
 
@@ -206,9 +205,8 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
         left = min(left, available)
         # Ray's store is in shared memory too, and takes pages only as it fills them.
         free = min(disk.free, available - SPARE_SHARE * total) - reserved_bytes
-    bound = (
-        int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
-    )
+    asked = UNASKED_SHARE * free if spec.most_bytes is None else spec.most_bytes
+    bound = int(min(asked, free))
     if bound < PAGE:
         beside = (
             f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""

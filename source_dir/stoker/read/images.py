@@ -199,11 +199,9 @@ def read_images(
             return None
         notes += (f"{root}: {test}/ ({count}) has no class folders and is not used",)
     training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
-    classes = (
-        ImageFolderSource(training[0], ignore=ignore).names
-        if training and split != "train"
-        else None
-    )
+    classes = None
+    if training and split != "train":
+        classes = ImageFolderSource(training[0], ignore=ignore).names
     return ImageFolderSource(folder, classes, ignore).noting(*notes)
 
 

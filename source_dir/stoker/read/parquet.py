@@ -69,9 +69,9 @@ def for_statistics(
     def judged(column: str, operator: str, _: Any) -> bool:
         return column not in without and not (column in floats and operator in ("!=", "not in"))
 
-    either: list[Any] = (
-        [] if not filters else filters if isinstance(filters[0], list) else [filters]
-    )
+    either: list[Any] = filters or []
+    if either and not isinstance(either[0], list):
+        either = [filters]
     left = [[term for term in part if judged(*term)] for part in either]
     return left if all(left) else None
 
@@ -265,9 +265,8 @@ class ParquetSource(StreamedSource):
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for a column that the file lacks."""
-        return {field.name: field.type for field in schema} | dict.fromkeys(
-            self.constants.get(path, {})
-        )
+        types = {field.name: field.type for field in schema}
+        return types | dict.fromkeys(self.constants.get(path, {}))
 
     def _first(self) -> tuple[str, Any]:
         self._ensure_footers()
@@ -331,11 +330,9 @@ class ParquetSource(StreamedSource):
         constants = self.constants.get(path, {})
         names = filter_columns(self.filters)
         own = [name for name in names if name not in constants]
-        table = (
-            read_groups(self.filesystem, path, groups, own)
-            if own
-            else pa.table({"": pa.nulls(rows)})
-        )
+        table = pa.table({"": pa.nulls(rows)})
+        if own:
+            table = read_groups(self.filesystem, path, groups, own)
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))

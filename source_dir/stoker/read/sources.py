@@ -490,16 +490,12 @@ class TorchSource(NumberedSource):
                     " key names a record, so make it text, or rename or leave out that column"
                 )
             # Hugging Face's Image(decode=False).
-            encoded = {name: v["bytes"] for name, v in item.items() if _is_encoded(v)}
+            images = {n: v for n, v in item.items() if type(v) is dict and v.keys() == ENCODED}
+            encoded = {n: v["bytes"] for n, v in images.items() if isinstance(v["bytes"], bytes)}
             yield {"key": str(index), **item, **encoded}
 
 
-def _is_encoded(value: Any) -> bool:
-    return (
-        type(value) is dict
-        and value.keys() == {"bytes", "path"}
-        and isinstance(value["bytes"], bytes)
-    )
+ENCODED = {"bytes", "path"}
 
 
 def read_torch(

@@ -104,11 +104,8 @@ class Pool:
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
     def leaves_at_once(self, node: str) -> bool:
-        return (
-            node in self.closing
-            or not self.wanted
-            or (not self.helping and node not in self._first)
-        )
+        no_help = not self.helping and node not in self._first
+        return node in self.closing or not self.wanted or no_help
 
     def missing(self, starting: Mapping[str, int]) -> list[str]:
         """The node of each chain worker that is wanted and neither runs nor starts."""
@@ -121,10 +118,8 @@ class Pool:
 
     def is_lost(self, process: str) -> bool:
         """Whether a chain worker has ended, or its host is lost or about to leave."""
-        return process in self.gone or self.there.get(process, process) not in {
-            process,
-            *self.hosts,
-        }
+        node = self.there.get(process)
+        return process in self.gone or (node is not None and node not in self.hosts)
 
     def name(self, node: str) -> str:
         host = self.hosts.get(node)

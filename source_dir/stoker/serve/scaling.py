@@ -43,9 +43,8 @@ class Window:
             self.entries.popleft()
 
     def sums(self) -> tuple[float, float, float]:
-        count, seconds, late_s = (
-            map(sum, zip(*self.entries, strict=True)) if self.entries else (0,) * 3
-        )
+        columns = zip(*self.entries, strict=True) if self.entries else ((), (), ())
+        count, seconds, late_s = map(sum, columns)
         return count, seconds, max(0.0, late_s)
 
 

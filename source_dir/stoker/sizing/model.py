@@ -72,10 +72,8 @@ class ClusterShape:
 
     @property
     def usd_per_hour(self) -> float:
-        return (
-            self.gpu_hosts * self.gpu_host_usd_per_hour
-            + self.cpu_hosts * self.cpu_host_usd_per_hour
-        )
+        of_gpu_hosts = self.gpu_hosts * self.gpu_host_usd_per_hour
+        return of_gpu_hosts + self.cpu_hosts * self.cpu_host_usd_per_hour
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,9 @@ class _Curve:
         return _ratio(self.shape.efficiency * count * self.shape.cpu_host_cpus, self.work.cpu_s)
 
     def sent(self, count: float) -> float:
-        return (
-            _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
-            if count
-            else 0.0
-        )
+        if not count:
+            return 0.0
+        return _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
 
     def most_remote(self, count: float) -> float:
         produced = self.produced(count) if count else 0.0

@@ -251,16 +251,13 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
 
     if isinstance(filesystem, fs.LocalFileSystem):
         return [*walk(folder)] if recursive else _entries(folder)
+    what, ask = "in", partial(entries, filesystem, folder, recursive)
+    if recursive:
+        what = "below"
+        if isinstance(filesystem, fs.S3FileSystem):
+            ask = partial(_below_in_parts, filesystem, folder)
     try:
-        found: list[Any] = _remembered(
-            folder,
-            f"{'below' if recursive else 'in'} {filesystem.type_name}",
-            lambda: (
-                _below_in_parts(filesystem, folder)
-                if recursive and isinstance(filesystem, fs.S3FileSystem)
-                else entries(filesystem, folder, recursive)
-            ),
-        )
+        found: list[Any] = _remembered(folder, f"{what} {filesystem.type_name}", ask)
     except OSError as error:
         text = error.strerror or " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
@@ -401,15 +398,11 @@ def _absolute(path: str) -> Path:
 def _info(filesystem: Any, path: str, uri: str) -> Any:
     from pyarrow import fs
 
-    def ask() -> Any:
-        return filesystem.get_file_info(path)
-
+    ask = partial(filesystem.get_file_info, path)
     try:
-        return (
-            ask()
-            if isinstance(filesystem, fs.LocalFileSystem)
-            else _remembered(path, f"is {filesystem.type_name}", ask)
-        )
+        if isinstance(filesystem, fs.LocalFileSystem):
+            return ask()
+        return _remembered(path, f"is {filesystem.type_name}", ask)
     except OSError as error:
         raise UsageError(
             f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}"
@@ -417,12 +410,8 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
 
 
 def refuse_absent(uri: str) -> None:
-    if not is_there(uri):
+    if "://" not in uri and not _absolute(uri).exists():
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
-
-
-def is_there(uri: str) -> bool:
-    return "://" in uri or _absolute(uri).exists()
 
 
 def deepest_there(uri: str) -> str:

@@ -351,9 +351,9 @@ def rates(optimizer: Any) -> str:
 
 def _arrived(position: Any) -> dict[str, Any]:
     """The data position to write; why records were bad are texts of exceptions, which may quote secrets."""
-    there: dict[str, Any] = (
-        position if isinstance(position, dict) else ray.get(position, timeout=CALL_TIMEOUT_S)
-    )
+    there: dict[str, Any] = position
+    if not isinstance(position, dict):
+        there = ray.get(position, timeout=CALL_TIMEOUT_S)
     reasons = {
         shard: {name: scrubbed(reason) for name, reason in those.items()}
         for shard, those in there.get("quarantined", {}).items()
