@@ -18,6 +18,7 @@ from stoker.recipe import load_recipe
 from stoker_launcher.job import open_job
 from stoker_launcher.notebook import plan
 from tests.command_line import type_command
+from tests.refusals import refused as refused_by
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
 
@@ -234,11 +235,8 @@ BEYOND = """
 
 @pytest.mark.parametrize("word", BEYOND.split())
 def test_a_value_beyond_the_bounds_of_its_key_is_refused_by_the_keys_name(word: str) -> None:
-    with pytest.raises(UsageError) as refused:
+    with refused_by(word.partition("=")[0], code=2):
         load(None, [word])
-    (problem,) = refused.value.problems
-    key = word.partition("=")[0]
-    assert f"{key}: input should be" in problem or f"{key}: must" in problem
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from stoker.config.values import (
     typed,
     without_cycles,
 )
-from stoker.errors import UsageError, nearest, nearest_file
+from stoker.errors import ErrorLine, UsageError, nearest, nearest_file
 
 _MESSAGES = {"string_too_short": "must not be empty", "list_type": "must be a list, such as [a, b]"}
 TYPED = ("command line", "stoker.run", "arguments")
@@ -85,12 +85,16 @@ def load(
             _put(tree, key, Text(values[key]))
     given = [(key, unquoted(value)) for key, value in (passed or {}).items()]
     problems: list[str] = []
+
+    def refuse(key: str, why: object, where: str) -> None:
+        problems.append(ErrorLine(f"{where}: {why}", key))
+
     for text in overrides:
         key, sign, value = text.partition("=")
         if sign:
             given.append((key.strip(), Text(value)))
         else:
-            problems.append(f"{origin}: {text!r} is not of the form key=value")
+            refuse(key, f"{text!r} is not of the form key=value", origin)
     for key, value in given:
         try:
             # Only the recipe's class says what its parameters are: `typed_params`.
@@ -99,20 +103,19 @@ def load(
                 _put(tree, part, below)
                 origins[part] = origin
         except ValueError as error:
-            problems.append(f"{origin}: {key or repr('=' + value)}: {error}")
+            refuse(key, f"{key or repr('=' + value)}: {error}", origin)
     params: Any = tree.get("params")
     for name, value in params.items() if isinstance(params, dict) else ():
         try:
             if name == "data" or tree.get("script"):  # a recipe's class names the others
                 params[name] = expanded_paths(value)
         except ValueError as error:
-            problems.append(f"{origins.get(f'params.{name}', where)}: params.{name}: {error}")
+            key = f"params.{name}"
+            refuse(key, f"{key}: {error}", origins.get(key, where))
     for key, value in leaves(tree):
         if redaction.REDACTED in str(value):
-            problems.append(
-                f"{where}: {key}: is {redaction.REDACTED}, because runs do not store secrets; set it"
-                f" with {key}=…"
-            )
+            why = f"is {redaction.REDACTED}, because runs do not store secrets; set it with {key}=…"
+            refuse(key, f"{key}: {why}", where)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -121,7 +124,7 @@ def load(
             place = next(
                 (o for k, o in origins.items() if k == key or key.startswith(k + ".")), where
             )
-            problems.append(f"{place}: {error_line(detail, Config)}")
+            refuse(key, error_line(detail, Config), place)
     if problems:
         raise UsageError(*problems)
     return Resolved(config, origins, Path(path) if path else None)
