@@ -143,31 +143,6 @@ def test_a_host_that_has_been_at_the_door_and_is_gone_is_known_until_it_is_back(
     back.check()
 
 
-def test_a_killed_head_is_missed_at_once_and_a_silent_one_may_be_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    code = (
-        "import time; from stoker.entry.door import Door;"
-        "d = Door('127.0.0.1', 0); d.tell({'ready': {}}); print(d.port, flush=True); time.sleep(600)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    head = reached(int(process.stdout.readline()))
-    head.ready(time.monotonic() + 60, nothing)
-    process.kill()
-    process.wait()
-    with pytest.raises(HeadLost, match="the head's process ended without an exit code") as killed:
-        head.ready(time.monotonic() + 50, nothing)  # told by the kernel, not by a time-out
-    assert killed.value.code is None
-    with pytest.raises(HeadLost, match="the head's process has ended"):
-        head.reach(time.monotonic() + 60, nothing, again=True)
-    head._line = mock.Mock(recv_into=mock.Mock(side_effect=OSError(110, "timed out")))
-    with mock.patch("select.select", return_value=([1], [], [])), pytest.raises(HeadLost) as gone:
-        head.check()
-    assert gone.value.code is None and str(gone.value) == "the head is gone: timed out"
-
-
 def test_a_taken_port_is_named_with_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -315,19 +315,6 @@ def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> Non
     assert watch.seen_enough()
 
 
-def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:
-    worker = {"loader": 0, "fetches": 10, "samples": 80, "cpu_s": 0.8, "wall_s": 1.6}
-    sums = [worker, worker, {**worker, "loader": 1}, {**worker, "cpu_s": 99.0, "first": True}]
-    (found,) = checked(seen(epoch(50, 0.1, 0.1), TRAINS), sums, "t.py")
-    assert found.fetched is not None
-    assert found.fetched.cpu_s == pytest.approx(0.01), (
-        "a first fetch counts only where there is no other"
-    )
-    assert found.fetched.blocked_s == pytest.approx(0.01)
-    alone = fetched_of(sums[3:])
-    assert alone is not None and alone.cpu_s == pytest.approx(99 / 80)
-
-
 class Gpu:
     """What PyTorch asks of CUDA's driver: work is queued and runs in order; an event happens behind it."""
 

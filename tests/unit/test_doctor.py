@@ -73,6 +73,7 @@ def test_packages_that_are_absent_or_too_old(needs: list[str], mark: str, remedy
     assert found.mark == mark and found.remedy.startswith(remedy)
 
 
+@pytest.mark.long
 def test_torch_that_cannot_use_torchvision_or_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +107,10 @@ def test_a_small_shared_memory_a_full_disk_and_a_folder_that_cannot_be_written(
 
 
 @pytest.mark.usefixtures("nobody")
-def test_a_job_for_sagemaker_without_credentials_cannot_start(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_job_for_sagemaker_without_credentials_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    code, _, out = type_command(["doctor", str(tmp_path / "job.yaml")], capsys)
-    assert code == 1
-    assert out.splitlines()[-1].startswith(
-        "FAIL  AWS            no credentials found; run `aws configure`"
-    )
+    found = only(doctor.aws(load(tmp_path / "job.yaml").config))
+    assert found.line().startswith("FAIL  AWS            no credentials found; run `aws configure`")
 
 
 @pytest.mark.usefixtures("nobody")

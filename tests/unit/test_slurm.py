@@ -291,29 +291,6 @@ def test_a_controller_that_does_not_answer_is_no_end_of_the_job(
         slurm_commands.state_of("42")
 
 
-def test_a_controller_that_is_away_after_the_end_delays_the_outcome_only(
-    login_node: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(slurm, "POLL_S", 0.05)
-    fake(login_node, "squeue", "exit 0")
-    fake(login_node, "scontrol", "echo JobState=COMPLETED ExitCode=0:0")
-    (tmp_path / "run").mkdir()
-    run = SlurmRun("7", tmp_path / "run", ask_every_s=0)
-    run.wait()
-    away = tmp_path / "away"
-    away.touch()
-    fake(
-        login_node,
-        "squeue",
-        f"rm {away} 2>/dev/null || exit 0; echo 'Unable to contact slurm controller' >&2; exit 1",
-    )
-    assert "without a line of output (COMPLETED)" in run.closing()
-    assert "asking again for up to 600 s" in capsys.readouterr().err
-
-
 def test_a_controller_that_is_away_while_a_job_runs_is_waited_for(
     login_node: Path,
     tmp_path: Path,
