@@ -90,11 +90,8 @@ def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, 
     except Exception as error:
         which = ", ".join(keys[:SHOWN_KEYS]) + (", …" if keys[SHOWN_KEYS:] else "")
         raise SchemaError(f"collate: {where_raised(error)}, with records {which}") from error
-    if (
-        not isinstance(batch, Mapping)
-        or not batch
-        or not all(isinstance(name, str) for name in batch)
-    ):
+    named = isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch)
+    if not named or not batch:
         what = f"{type(batch).__name__}{'' if batch else ' without entries'}"
         raise SchemaError(f"collate returned a {what}; return a dict: names → tensors or lists")
     return {name: _checked(name, value, len(records)) for name, value in batch.items()}

@@ -170,12 +170,9 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
         if marker == 0xDA:
             break
         if marker in _START_OF_FRAME and marker not in _NO_FRAMES:
-            if (
-                marker > 0xC2
-                or at + 10 > end
-                or content[at + 4] != 8
-                or content[at + 9] not in (1, 3)
-            ):
+            if marker > 0xC2 or at + 10 > end:
+                return None
+            if content[at + 4] != 8 or content[at + 9] not in (1, 3):
                 return None
             rows, columns = (
                 int.from_bytes(content[at + 5 : at + 7]),
@@ -201,11 +198,9 @@ def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
     if isinstance(record, BadRecord):
         return record
     for name, value in record.items():
-        if (
-            not isinstance(value, bytes)
-            or (decodes and name == "image")
-            or not value.startswith(_IMAGES)
-        ):
+        if not isinstance(value, bytes) or (decodes and name == "image"):
+            continue
+        if not value.startswith(_IMAGES):
             continue
         from PIL import Image
 
@@ -230,11 +225,8 @@ def orientation_of(image: Any) -> int:
 
     try:
         encoded = isinstance(image, bytes | bytearray | memoryview)
-        if (
-            encoded
-            and bytes(image[:8]) == PNG
-            and not re.search(b"eXIf|type exif|adobe.xmp", image)
-        ):
+        is_png = encoded and bytes(image[:8]) == PNG
+        if is_png and not re.search(b"eXIf|type exif|adobe.xmp", image):
             return 1  # Pillow would decode all pixels to look behind them
         value = (Image.open(io.BytesIO(image)) if encoded else image).getexif().get(0x0112, 1)
     except Exception:
@@ -259,9 +251,8 @@ def decode_part(
     import numpy as np
 
     # A partial last pixel would come first when the picture is rotated, and shift all others.
-    while header.orientation not in _ORIGIN_STAYS and (
-        header.rows % factor or header.columns % factor
-    ):
+    moves = header.orientation not in _ORIGIN_STAYS
+    while moves and (header.rows % factor or header.columns % factor):
         factor //= 2
     size = -(-header.rows // factor) * -(-header.columns // factor) * (1 if mode == "L" else 3)
     buffer = getattr(_of_thread, "buffer", None)

@@ -267,13 +267,9 @@ def compare_exif(stages: list[Stage]) -> None:
             "preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF"
         )
     dropped = [n for s in stages if isinstance(s.apply, Drop) for n in s.apply.columns]
-    needed = [
-        name
-        for stage in stages
-        for name in (
-            stage.apply.needed if isinstance(stage.apply, Joint) else declared_by(stage.apply)
-        )
-    ]
+    needed = list[str]()
+    for apply in (stage.apply for stage in stages):
+        needed += apply.needed if isinstance(apply, Joint) else declared_by(apply)
     for number, stage in enumerate(stages):
         if isinstance(stage.apply, DecodeImage | DecodeMask):
             decoder = copy(stage.apply)
@@ -295,9 +291,8 @@ def _as_stage(entry: Any, position: int) -> Stage:
     if isinstance(entry, RecordTransform):
         return _of_transform(name, entry)
     ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
-    if any(
-        a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors
-    ):
+    of_ray = [a for a in ancestors if a.startswith("ray.data.preprocessor")]
+    if any(a.endswith(".Preprocessor") for a in of_ray):
         if "NOT_FITTED" in str(entry.fit_status()):
             raise UsageError(
                 f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first"

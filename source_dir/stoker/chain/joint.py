@@ -221,9 +221,9 @@ def misfit(record: Record) -> str:
     types: Any = sys.modules.get("torchvision.tv_tensors")
     image = record.get("image")
     for name, value in record.items() if types and hasattr(image, "shape") else ():
-        if types.Mask in type(value).__mro__ and (own := _size_of(value)) != (
-            size := image_size(image)
-        ):
+        if types.Mask not in type(value).__mro__:
+            continue
+        if (own := _size_of(value)) != (size := image_size(image)):
             return f"{name} has size {own}, its image {size}; if that is meant, end with v2.ToPureTensor()"
     return ""
 

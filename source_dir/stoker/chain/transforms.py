@@ -70,9 +70,8 @@ class DecodeImage(RecordTransform):
         image = column_value(record, "image")
         places = self.places if self.exif is None else ()
         orientation = max(orientation_of(image), 1) if places or self.exif is False else 1
-        if wrong := ", ".join(
-            n for n in places if max(orientation_of(record.get(n)), 1) != orientation
-        ):
+        others = [n for n in places if max(orientation_of(record.get(n)), 1) != orientation]
+        if wrong := ", ".join(others):
             raise ValueError(
                 f"EXIF does not turn the image and {wrong} alike: set DecodeImage(exif=True) if {wrong} is of"
                 " the turned image, or exif=False if it is of the pixels as stored"

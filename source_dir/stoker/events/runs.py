@@ -236,11 +236,7 @@ def _read_events(run: RunData) -> None:
                     run.metrics.setdefault(name, []).append((event.step, value))
             case kinds.MetricTable():
                 widths = {len(cells) for cells in event.cells}
-                if (
-                    event.rows
-                    and len(event.rows) == len(event.cells)
-                    and widths == {len(event.columns)}
-                ):
+                if len(event.rows) == len(event.cells) and widths == {len(event.columns)}:
                     run.tables[event.name] = event
             case kinds.CheckpointWritten():
                 text = f"checkpoint at step {event.step}: {Path(event.path).name}"

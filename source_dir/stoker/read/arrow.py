@@ -121,11 +121,8 @@ def _plain(kind: Any, number: bool = True) -> Any:
         return _plain(kind.value_type, number)
     if types.is_large_string(kind) or types.is_string_view(kind):
         return pa.string()
-    if (
-        types.is_large_binary(kind)
-        or types.is_binary_view(kind)
-        or types.is_fixed_size_binary(kind)
-    ):
+    binary = types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
+    if any(is_one(kind) for is_one in binary):
         return pa.binary()
     if number and types.is_integer(kind):
         return pa.int64()
@@ -177,12 +174,8 @@ def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bo
     masks = [_mask(chunk) for chunk in column.chunks]
     if all(mask is None for mask in masks):
         return None
-    whole = np.concatenate(
-        [
-            np.zeros(len(c), bool) if m is None else m
-            for c, m in zip(column.chunks, masks, strict=True)
-        ]
-    )
+    both = zip(column.chunks, masks, strict=True)
+    whole = np.concatenate([np.zeros(len(c), bool) if m is None else m for c, m in both])
     if rows is None:
         return whole
     counted = np.zeros_like(whole)
@@ -280,10 +273,8 @@ def check_nulls(source: Any, columns: list[str]) -> None:
             counts |= {path: nulls for (path, *_), nulls in zip(unclear, counted, strict=True)}
         if counts := {path: counts[path] for path in rows if counts.get(path)}:
             problems.append(refusal(column, counts, rows))
-            if (
-                content_of_struct(source.types.get(column))
-                and sum(counts.values()) == source.count()
-            ):
+            all_null = sum(counts.values()) == source.count()
+            if all_null and content_of_struct(source.types.get(column)):
                 problems[-1] += (
                     "; its images lie elsewhere (field path): embed them when you write the files"
                 )

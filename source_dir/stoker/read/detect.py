@@ -86,15 +86,12 @@ def read_any(
     if not mine and split == "val" and not one:
         return None
     files = mine or list_files(root)
-    top = len(filesystem_of(root)[1])
-    shown = (
-        next(
-            (f for f in files if f.path.lower().endswith(kind) and not is_hidden(f.path[top:])),
-            None,
-        )
-        for kind in FORMATS
-    )
-    kinds = {kind: f.base_name for kind, f in zip(FORMATS, shown, strict=True) if f is not None}
+    top, kinds = len(filesystem_of(root)[1]), dict[tuple[str, ...], str]()
+    for kind in FORMATS:
+        for file in files:
+            if file.path.lower().endswith(kind) and not is_hidden(file.path[top:]):
+                kinds[kind] = file.base_name
+                break
     if len(kinds) > 1 and mine:
         raise UsageError(
             f"{root}: the {split} split mixes formats ({' and '.join(kinds.values())}); move one elsewhere,"
@@ -218,9 +215,8 @@ def _refuse_unknown(
 def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
     """The names of a column's classes, if Hugging Face datasets wrote the files."""
     found = [*train]
-    for text in dict.fromkeys(
-        each.get(b"huggingface") for each in getattr(source, "metadata", list)()
-    ):
+    metadata: list[dict[bytes, bytes]] = getattr(source, "metadata", list)()
+    for text in dict.fromkeys(each.get(b"huggingface") for each in metadata):
         try:
             names = [str(name) for name in json.loads(text)["info"]["features"][column]["names"]]
         except (KeyError, TypeError, ValueError):

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -319,13 +319,9 @@ class CachedReader:
         listing = listing_of(self.source, self.shard)
         if listing is not None:
             if self.source.far:
-                absent = [
-                    item
-                    for key, alone in listing
-                    if not self.cache.has(key)
-                    for item in alone.items
-                ]
-                self.source.prepare(Shard(self.shard.path, items=tuple(absent)))
+                absent = (one.items for key, one in listing if not self.cache.has(key))
+                items = tuple(chain.from_iterable(absent))
+                self.source.prepare(Shard(self.shard.path, items=items))
             yield from map(
                 self._as_listed, one_by_one(self.source, listing, self._load, self.refuses)
             )

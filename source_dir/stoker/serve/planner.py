@@ -280,9 +280,8 @@ class Planner:
         """Whether a chain worker makes the next batch of its stream now, or what it asks for."""
         pass_, worker, lost = item.pass_, item.by.worker, self.shared.pool.is_lost
         enough = item.node in self.shared.pool.closing or pass_.far_ahead(item.shards[0].number)
-        if not (
-            enough or any(each.offers(worker, lost) and each.waited_for for each in self.passes)
-        ):
+        asked = (each for each in self.passes if each.offers(worker, lost) and each.waited_for)
+        if not enough and next(asked, None) is None:
             return True
         pass_.work.extend(self.hand_back(worker))
         return False

@@ -279,9 +279,8 @@ def _as_array(value: Any) -> Any:
         if value.is_complex():
             return None
         return value.detach().to_dense().double().cpu().numpy()
-    if isinstance(value, list | tuple) and not all(
-        isinstance(part, bool | int | float) for part in value
-    ):
+    parts = value if isinstance(value, list | tuple) else ()
+    if not all(isinstance(part, bool | int | float) for part in parts):
         return None
     try:
         array = np.asarray(value)

@@ -102,9 +102,8 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     # So long may one of them wait for rows.
     longest_s = max(RANKS_S, worker.config.data.stall_timeout_s)
     while not ray.wait([call], timeout=RANKS_S / 10)[0]:
-        if (
-            silent_s := ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)
-        ) > longest_s:
+        silent_s = ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)
+        if silent_s > longest_s:
             raise DataError(
                 f"{feed.split} epoch {feed.epoch + 1}: other train workers have neither ended it nor asked"
                 f" for rows for {silent_s:.0f} s"

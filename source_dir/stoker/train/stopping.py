@@ -71,10 +71,8 @@ class EarlyStopping:
             return
         self.best, self.wait = state["best"], state["wait"]
         self.seen = state.get("seen", self.best)
-        if all(
-            state[key] == getattr(self, key)
-            for key in ("min_delta", "patience", "stopping_threshold")
-        ):
+        limits = "min_delta", "patience", "stopping_threshold"
+        if all(state[key] == getattr(self, key) for key in limits):
             self.reason = state["reason"]
 
     def _better(self, value: float, than: float, by: float = 0.0) -> bool:

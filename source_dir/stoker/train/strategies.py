@@ -169,11 +169,9 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
 
 def refuse_wrapper(optimizer: Any) -> None:
     for inner in vars(optimizer).values() if optimizer is not None else ():
-        if (
-            isinstance(inner, torch.optim.Optimizer)
-            and inner.state
-            and inner.state is not optimizer.state
-        ):
+        if not isinstance(inner, torch.optim.Optimizer):
+            continue
+        if inner.state and inner.state is not optimizer.state:
             raise UsageError(
                 f"optimizer: checkpoints would not contain the state of {type(inner).__name__}, which"
                 f" {type(optimizer).__name__} wraps; use {type(inner).__name__} alone"

@@ -228,10 +228,6 @@ class Agents:
         actor = ray.remote(HostAgent).options(**options).remote(self.run, self.secret, self._cache)
         return _Agent(actor, actor.where.remote(), time.monotonic())
 
-    def _start_s(self, node: str) -> float:
-        """A host may have to install the job's packages first: the second agent gets twice the time."""
-        return AGENT_START_S * 2.0 ** len(self._deaths.get(node, []))
-
     def _answers(
         self, agents: dict[str, _Agent]
     ) -> tuple[dict[str, tuple[float, list[float]]], dict[str, str]]:
@@ -244,9 +240,9 @@ class Agents:
         for node, agent in agents.items():
             if agent.server is not None and agent.call is None:
                 agent.call = agent.actor.look.remote(self._unused(node))
-            elif agent.server is None and time.monotonic() - agent.since > (
-                limit_s := self._start_s(node)
-            ):
+            # A host may have to install the job's packages first: the second agent gets twice the time.
+            limit_s = AGENT_START_S * 2.0 ** len(self._deaths.get(node, []))
+            if agent.server is None and time.monotonic() - agent.since > limit_s:
                 ray.kill(agent.actor)
                 agent.call, died[node] = None, f"no answer within {limit_s:.0f} s"
             starting |= agent.server is None and agent.call is not None

@@ -160,10 +160,8 @@ class BlockFolder:
         found = []
         with contextlib.suppress(FileNotFoundError), os.scandir(root) as files:
             for each in files:
-                if (
-                    each.name.endswith(TAKEN)
-                    and not Path("/proc", each.name.split(".")[1]).exists()
-                ):
+                taken = each.name.endswith(TAKEN)
+                if taken and not Path("/proc", each.name.split(".")[1]).exists():
                     Path(each.path).unlink(missing_ok=True)
                 if each.name.endswith(SPARE):
                     with contextlib.suppress(FileNotFoundError):  # another has just taken it

@@ -71,12 +71,9 @@ class Room:
 
         def stack(batch: Sequence[Any], **others: Any) -> Any:
             first, part = batch[0], None
-            plain = (
-                type(first) is torch.Tensor
-                and first.layout is torch.strided
-                and not first.is_nested
-            )
-            if plain and first.device.type == "cpu" and not first.is_quantized and _alike(batch):
+            plain = type(first) is torch.Tensor and first.layout is torch.strided
+            special = first.is_nested or first.is_quantized
+            if plain and not special and first.device.type == "cpu" and _alike(batch):
                 part = self._part(len(batch) * first.numel() * first.element_size())
             if part is None:
                 return collate_tensor_fn(batch, **others)
@@ -106,11 +103,8 @@ class Room:
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
         given = dict(self._parts)
         places = [self._given(given, array) for array in arrays]
-        size = sum(
-            aligned(len(array))
-            for array, place in zip(arrays, places, strict=True)
-            if place is None
-        )
+        absent = [array for array, at in zip(arrays, places, strict=True) if at is None]
+        size = sum(aligned(len(array)) for array in absent)
         if self._flat is None or self._end + size + spare > len(self._flat):
             places = [None] * len(arrays)
             size = sum(aligned(len(array)) for array in arrays) + spare
