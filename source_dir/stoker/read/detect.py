@@ -215,7 +215,7 @@ def _refuse_unknown(
 def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
     """The names of a column's classes, if Hugging Face datasets wrote the files."""
     found = [*train]
-    metadata: list[dict[bytes, bytes]] = getattr(source, "metadata", list)()
+    metadata: list[Any] = getattr(source, "metadata", list)()
     for text in dict.fromkeys(each.get(b"huggingface") for each in metadata):
         try:
             names = [str(name) for name in json.loads(text)["info"]["features"][column]["names"]]
