@@ -16,8 +16,7 @@ from ray import cloudpickle
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.config.loading import Resolved
-from stoker.config.schema import Config
+from stoker.config.loading import load
 from stoker.data import read_any
 from stoker.entry import driver
 from stoker.protocol import BadRecord, BlockReport
@@ -66,9 +65,14 @@ def read_all(source: Source | None, records: int = 100, seed: int | None = None)
     return found
 
 
-def opened(root: Path | str, **params: Any) -> driver.Opened:
+def opened(root: Path | str, **params: Any) -> Opened:
     given = {"data": str(root), "image_size": 16, "augment": "none", **params}
-    return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
+    return opened_job({"params": given})
+
+
+def opened_job(job: Any, *overrides: str) -> Opened:
+    """Configuration and data of a job: a mapping or a file, and words of the command line."""
+    return driver.open_all(load(job, overrides))
 
 
 def preprocessed(

@@ -12,25 +12,22 @@ from typing import Any
 
 import pytest
 from running import run_job
+from spoilt import cut
 from streaming import Train
 
 from stoker.config.schema import Config
 from stoker.errors import DataError
 
-BUILT_IN = "ImageClassification"
 
+def copied(form: str, name: str) -> Callable[[Path, Path], dict[str, Any]]:
+    """A copy of the digits in which one file is cut in half."""
 
-def truncate(path: Path, keep: float = 0.5) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * keep)])
-
-
-def copied(form: str, change: Callable[[Path], None]) -> Callable[[Path, Path], dict[str, Any]]:
     def make(data: Path, digits: Path) -> dict[str, Any]:
         shutil.copytree(digits / form, data)
-        change(data)
+        file = sorted(data.glob(name))[0]
+        file.write_bytes(cut(file.read_bytes()))
         params = {"data": str(data), "num_classes": 10, "image_size": 32}
-        return {"recipe": BUILT_IN, "params": params}
+        return {"recipe": "ImageClassification", "params": params}
 
     return make
 
@@ -39,67 +36,41 @@ def recipe(name: str, **params: Any) -> Callable[[Path, Path], dict[str, Any]]:
     return lambda data, digits: {"recipe": name, "params": params}
 
 
+def raises(where: str) -> Callable[[Path, Path], dict[str, Any]]:
+    return recipe("rows:RaisesIn", where=where)
+
+
 BEFORE_TRAINING = {
     "not a recipe": (recipe("rows:NOT_A_RECIPE"), "is not a Recipe class"),
     "unknown parameter": (recipe("rows:Counting", train_record=3), "did you mean train_records?"),
     "wrong parameter type": (recipe("rows:Counting", train_records="x"), "params.train_records: "),
     "missing parameter": (recipe("rows:RaisesIn"), "params.where: is required"),
-    "read raises": (
-        recipe("rows:RaisesIn", where="read"),
-        "RaisesIn.read('train') failed: RuntimeError",
-    ),
-    "preprocess raises": (
-        recipe("rows:RaisesIn", where="preprocess"),
-        "broken preprocess (rows.py:",
-    ),
+    "read raises": (raises("read"), "RaisesIn.read('train') failed: RuntimeError"),
+    "preprocess raises": (raises("preprocess"), "broken preprocess (rows.py:"),
     "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
     "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
     "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
-    "truncated tar": (
-        copied("webdataset", lambda d: truncate(d / "train" / "shard-0002.tar")),
-        "shard-0002.tar: not a whole tar shard",
-    ),
+    "a cut tar": (copied("webdataset", "train/*0002.tar"), "shard-0002.tar: not a whole tar shard"),
 }
-
+UNWRITABLE = "checkpoint.dir: /proc/sys/checkpoints cannot be written: "
 BY_OVERRIDE = {
-    "checkpoints that cannot be written": (
-        "checkpoint.dir=/proc/sys/checkpoints",
-        "checkpoint.dir: /proc/sys/checkpoints cannot be written: ",
-    ),
-    "a group that is not there": (
-        "data.preprocess_on=[cpus]",
-        "no host in group cpus; available: ",
-    ),
+    "checkpoint.dir=/proc/sys/checkpoints": UNWRITABLE,
+    "data.preprocess_on=[cpus]": "no host in group cpus; available: ",
 }
-
+TOO_MANY = "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%;"
 IN_TRAINING = {
-    "every record fails": (
-        recipe("rows:RaisesIn", where="record"),
-        "Fails: ValueError: cannot be used",
-    ),
-    "training_step raises": (
-        recipe("rows:RaisesIn", where="training_step"),
-        "broken training_step (rows.py:",
-    ),
-    "the loss is not a number": (recipe("rows:RaisesIn", where="nan"), "the loss is nan by step 1"),
-    "truncated JPEG": (
-        copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
-        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%;",
-    ),
+    "every record fails": (raises("record"), "Fails: ValueError: cannot be used"),
+    "training_step raises": (raises("training_step"), "broken training_step (rows.py:"),
+    "the loss is not a number": (raises("nan"), "the loss is nan by step 1"),
+    "a cut JPEG": (copied("images", "train/3/*"), TOO_MANY),
 }
 """Each ends in another place: the step, the check of the loss, the data."""
 
 IN_THE_CHAIN = {
-    "a batch stage raises": (
-        recipe("rows:RaisesIn", where="batch"),
-        "stage fails: ValueError: no such batch",
-    ),
-    "a stage loses records": (
-        recipe("rows:RaisesIn", where="loses"),
-        "a chain must keep every record",
-    ),
+    "a batch stage raises": (raises("batch"), "stage fails: ValueError: no such batch"),
+    "a stage loses records": (raises("loses"), "a chain must keep every record"),
 }
-"""What the train workers are told, and end with as "truncated JPEG" does."""
+"""What the train workers are told, and end with as "a cut JPEG" does."""
 
 
 def check(folder: Path, digits: Path, make: Any, expected: str, code: int, *overrides: str) -> None:
@@ -124,12 +95,11 @@ def test_refused_before_training(
     check(tmp_path, digits, make, expected, 2)
 
 
-@pytest.mark.parametrize("case", BY_OVERRIDE)
+@pytest.mark.parametrize("override", BY_OVERRIDE)
 def test_a_wrong_value_is_refused(
-    case: str, ray_cluster: None, tmp_path: Path, digits: Path
+    override: str, ray_cluster: None, tmp_path: Path, digits: Path
 ) -> None:
-    override, expected = BY_OVERRIDE[case]
-    check(tmp_path, digits, recipe("rows:Counting"), expected, 2, override)
+    check(tmp_path, digits, recipe("rows:Counting"), BY_OVERRIDE[override], 2, override)
 
 
 def test_a_model_folder_that_cannot_be_written_costs_no_step(
@@ -139,9 +109,8 @@ def test_a_model_folder_that_cannot_be_written_costs_no_step(
     (tmp_path / "run/model").touch()
     outcome = run_job(tmp_path, recipe="rows:Counting", train={"epochs": 1, "batch_size": 16})
     assert outcome.code == 2 and outcome.summary.steps == 0
-    assert (
-        outcome.summary.error == f"model: {tmp_path}/run/model cannot be written: Not a directory"
-    )
+    error = f"model: {tmp_path}/run/model cannot be written: Not a directory"
+    assert outcome.summary.error == error
 
 
 @pytest.mark.parametrize("case", IN_TRAINING)

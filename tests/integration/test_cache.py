@@ -19,15 +19,14 @@ from tests.waiting import until
 
 
 def job(data: Path, **changes: Any) -> Config:
-    return Config.model_validate(
-        {
-            "recipe": "ImageClassification",
-            "params": {"data": str(data), "num_classes": 10, "image_size": 24},
-            "data": {"order": "exact", "block_records": 64, **changes},
-            "train": {"epochs": 3, "batch_size": 50},
-            "seed": 3,
-        }
-    )
+    job = {
+        "recipe": "ImageClassification",
+        "params": {"data": str(data), "num_classes": 10, "image_size": 24},
+        "data": {"order": "exact", "block_records": 64, **changes},
+        "train": {"epochs": 3, "batch_size": 50},
+        "seed": 3,
+    }
+    return Config.model_validate(job)
 
 
 def pixels(train: Train) -> list[bytes]:
@@ -130,20 +129,16 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     )
     assert outcome.code == 0, outcome.summary.error
     cache = outcome.summary.cache
-    assert cache is not None
-    assert cache["kind"] == "memory"
-    assert 33 < cache["hit_pct"] < 44, (
-        "3 MB hold 732 pages, one for each of some of the 1,797 digits"
-    )
+    assert cache is not None and cache["kind"] == "memory"
+    # 3 MB hold 732 pages, one for each of some of the 1,797 digits.
+    assert 33 < cache["hit_pct"] < 44
     [host] = cache["hosts"]
     node = outcome.summary.cluster.hosts[0].model_dump()["node_id"]
-    until(
-        lambda: not [*Path("/dev/shm").glob(f"stoker-cache-*-{node[:12]}")]
-    )  # nor in shared memory
+    in_memory = f"stoker-cache-*-{node[:12]}"
+    until(lambda: not [*Path("/dev/shm").glob(in_memory)])
     assert host["bytes"] <= host["limit_bytes"] == 3_000_000
-    events = [
-        json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()
-    ]
+    lines = (outcome.run_dir / "events.jsonl").read_text().splitlines()
+    events = [*map(json.loads, lines)]
     train = [e for e in events if e["event"] == "cache" and e["split"] == "train"]
     assert [e["found"] > 450 for e in train] == [False, True, True]
     [note] = [e["text"] for e in events if e["event"] == "note" and "data.cache" in e["text"]]

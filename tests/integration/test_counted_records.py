@@ -14,37 +14,27 @@ from stoker.config.schema import Config
 from stoker.errors import DataError
 
 DATA = {"bad_record_budget": 0.1, "block_records": 20, "shuffle": False, "order": "exact"}
+TRAIN = {"epochs": 1, "batch_size": 10}
+LOST = "the source counted 101 records before training, but gave"
 
 
 def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    outcome = run_job(
-        tmp_path,
-        recipe="uncertain:Short",
-        params={"train_records": 101, "val_records": 10},
-        data=DATA,
-        train={"epochs": 1, "batch_size": 10},
-    )
-    assert outcome.code == 1
-    assert outcome.summary.status == "failed"
-    assert outcome.summary.error == (
-        "train epoch 1: the source counted 101 records before training, but gave 100: the data has changed or"
-        " is damaged"
-    )
+    params = {"train_records": 101, "val_records": 10}
+    outcome = run_job(tmp_path, recipe="uncertain:Short", params=params, data=DATA, train=TRAIN)
+    assert (outcome.code, outcome.summary.status) == (1, "failed")
+    assert outcome.summary.error == f"train epoch 1: {LOST} 100: the data has changed or is damaged"
 
 
 @pytest.mark.parametrize(("more", "given"), [(-1, "100"), (1, "102"), (0, "")])
 def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_cluster: None) -> None:
     """The epoch is interrupted after 30 rows, one bad record among those read, and closed by another run."""
-    recipe: dict[str, Any] = (
-        {"recipe": "uncertain:Short", "params": {"train_records": 101, "more": more}}
-        if more
-        else {"recipe": "rows:Counting", "params": {"train_records": 101, "bad": (3,)}}
-    )
-    train = Train(
-        Config.model_validate({**recipe, "data": DATA, "train": {"epochs": 1, "batch_size": 10}})
-    )
+    job: dict[str, Any] = {"recipe": "rows:Counting", "params": {"bad": (3,)}}
+    if more:
+        job = {"recipe": "uncertain:Short", "params": {"more": more}}
+    job["params"]["train_records"] = 101
+    train = Train(Config.model_validate({**job, "data": DATA, "train": TRAIN}))
     try:
         ids = [i for step in islice(train.steps("train", 0), 3) for i in step]
         train.again(1, 0, train.position(0, 3, ids))
@@ -52,32 +42,25 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
         if not more:
             assert train.reconcile("train", 0, rest)["read"] == 101
         else:
-            with pytest.raises(
-                DataError, match=f"counted 101 records before training, but gave {given}"
-            ):
+            with pytest.raises(DataError, match=f"{LOST} {given}"):
                 train.reconcile("train", 0, rest)
     finally:
         train.close()
 
 
 def job(budget: float, **params: Any) -> Config:
-    return Config.model_validate(
-        {
-            "recipe": "uncertain:Unknown",
-            "params": params,
-            "data": {"block_records": 10, "bad_record_budget": budget, "shuffle": False},
-            "train": {"epochs": 1, "batch_size": 10},
-        }
-    )
+    data = {"block_records": 10, "bad_record_budget": budget, "shuffle": False}
+    job = {"recipe": "uncertain:Unknown", "params": params, "data": data, "train": TRAIN}
+    return Config.model_validate(job)
 
 
-@pytest.mark.parametrize(
-    ("first_bad", "said"),
-    [
-        (2000, r"none of the first [234]0 train records can be used; the first is"),
-        (15, r"[12]\d of \d+ train records read so far cannot be used, more than"),
-    ],
-)
+TOO_MANY = [
+    (2000, r"none of the first [234]0 train records can be used; the first is"),
+    (15, r"[12]\d of \d+ train records read so far cannot be used, more than"),
+]
+
+
+@pytest.mark.parametrize(("first_bad", "said"), TOO_MANY)
 def test_a_source_with_too_many_bad_records_fails_long_before_its_end(
     first_bad: int, said: str, ray_cluster: None
 ) -> None:

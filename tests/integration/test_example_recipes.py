@@ -12,36 +12,22 @@ import pytest
 from PIL import Image
 from running import run_job
 
+EXAMPLES: dict[str, tuple[int, int, dict[str, Any], str, float]] = {
+    "recipes.text:Reviews": (1000, 2, {"cache": "memory"}, "val/acc1", 0.9),
+    "recipes.segmentation:Shapes": (400, 1, {}, "val/iou", 0.5),
+    "recipes.audio:Tones": (600, 1, {"transport": "ray"}, "val/acc1", 0.8),
+    "recipes.video:Motion": (800, 3, {}, "val/acc1", 0.5),
+}
+FIRST, *OTHERS = EXAMPLES
+
 
 @pytest.mark.parametrize(
-    ("recipe", "records", "epochs", "data", "metric", "good"),
-    [
-        ("recipes.text:Reviews", 1000, 2, {"cache": "memory"}, "val/acc1", 0.9),
-        pytest.param(
-            "recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5, marks=pytest.mark.soak
-        ),
-        pytest.param(
-            "recipes.audio:Tones",
-            600,
-            1,
-            {"transport": "ray"},
-            "val/acc1",
-            0.8,
-            marks=pytest.mark.soak,
-        ),
-        pytest.param("recipes.video:Motion", 800, 3, {}, "val/acc1", 0.5, marks=pytest.mark.soak),
-    ],
+    "recipe", [FIRST, *(pytest.param(r, marks=pytest.mark.soak) for r in OTHERS)]
 )
 def test_an_example_learns_and_loses_no_record(
-    ray_cluster: None,
-    tmp_path: Path,
-    recipe: str,
-    records: int,
-    epochs: int,
-    data: dict[str, Any],
-    metric: str,
-    good: float,
+    ray_cluster: None, tmp_path: Path, recipe: str
 ) -> None:
+    records, epochs, data, metric, good = EXAMPLES[recipe]
     importlib.import_module(recipe.partition(":")[0]).write(tmp_path / "data", records=records)
     outcome = run_job(
         tmp_path,
@@ -51,9 +37,7 @@ def test_an_example_learns_and_loses_no_record(
         train={"epochs": epochs, "batch_size": 16, "optimizer": "adamw", "lr": 0.003},
     )
     assert outcome.code == 0, outcome.summary.error
-    assert (outcome.summary.records.read, outcome.summary.records.trained) == (
-        epochs * records,
-    ) * 2
+    assert outcome.summary.records.read == outcome.summary.records.trained == epochs * records
     assert outcome.summary.metrics.best[metric] > good
 
 

@@ -41,11 +41,8 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
     assert outcome.code == 0, outcome.summary.error
     everyone = {str(i) for i in range(1003)} - {"5", "400"}
     for epoch in range(2):
-        books = next(
-            e
-            for e in outcome.summary.records.epochs
-            if e["split"] == "train" and e["epoch"] == epoch
-        )
+        passes = outcome.summary.records.epochs
+        [books] = [e for e in passes if (e["split"], e["epoch"]) == ("train", epoch)]
         trained = ids(outcome, "train", epoch)
         assert books["read"] == 1003
         assert books["quarantined"] == 2
@@ -54,9 +51,8 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
         assert set(trained.values()) == {1}, "no record twice"
         assert len(everyone - set(trained)) == books["remainder"]
         assert set(trained) <= everyone
-        assert ids(outcome, "val", epoch) == Counter(str(i) for i in range(37)), (
-            "validation is exact"
-        )
+        validated = Counter(str(i) for i in range(37))
+        assert ids(outcome, "val", epoch) == validated, "validation is exact"
     assert outcome.summary.records.trained == 2 * (1001 - 1001 % workers)
     quarantined = (outcome.run_dir / "quarantine.jsonl").read_text().splitlines()
     assert len(quarantined) == 2, "each once, though both epochs have met them"
@@ -68,11 +64,10 @@ def test_every_record_is_accounted_for(ray_cluster: None, tmp_path: Path) -> Non
 def test_a_pass_in_which_nothing_moves_for_as_long_as_ray_data_bears_goes_on(
     recipe: str, ray_cluster: None
 ) -> None:
+    slow = {"slow_s": NO_PROGRESS_S + 3}
     job = {
         "recipe": recipe,
-        "params": {"slow_s": NO_PROGRESS_S + 3}
-        if recipe == "rows:FromRay"
-        else {"train_records": 103},
+        "params": slow if recipe == "rows:FromRay" else {"train_records": 103},
         "data": {"order": "exact", "shuffle": False, "block_records": 8},
         "train": {"epochs": 2, "batch_size": 8},
     }
@@ -117,25 +112,21 @@ def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
     return [tuple(int(books[name]) for name in names) for books in [*passes, total]]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("source", "records"),
-    [
-        (
-            {"recipe": "rows:Counting", "params": {"train_records": 203, "bad": [5], "shard": 50}},
-            203,
-        ),
-        ({"recipe": "rows:FromRay"}, 103),
-        ({"recipe": "uncertain:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
-    ],
-)
+BAD = {"train_records": 203, "bad": [5], "shard": 50}
+SOURCES: list[tuple[dict[str, Any], int | None]] = [
+    ({"recipe": "rows:Counting", "params": BAD}, 203),
+    ({"recipe": "rows:FromRay"}, 103),
+    ({"recipe": "uncertain:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
+]
+
+
+@pytest.mark.parametrize(("source", "records"), SOURCES)
 def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
     source: dict[str, Any], records: int | None, ray_cluster: None, tmp_path: Path
 ) -> None:
     def job(steps: int) -> Outcome:
-        more = {
-            "data": {"order": "exact", "bad_record_budget": 0.1, "block_records": 16},
-            "export": ["safetensors"],
-        }
+        data = {"order": "exact", "bad_record_budget": 0.1, "block_records": 16}
+        more: dict[str, Any] = {"data": data, "export": ["safetensors"]}
         train = {"epochs": 3, "batch_size": 8, "lr": 0.001, "max_steps": steps}
         outcome = run_job(tmp_path, run_dir=tmp_path / "run", train=train, **source, **more)
         assert outcome.code == 0, outcome.summary.error
@@ -168,22 +159,14 @@ def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
 
     if source["recipe"] == "rows:Counting":
         # A limit that is the end of an epoch leaves nothing of it.
-        assert booked(job(2 * per_epoch).summary) == [
-            first,
-            first,
-            tuple(2 * count for count in first),
-        ]
+        whole_run = tuple(2 * count for count in first)
+        assert booked(job(2 * per_epoch).summary) == [first, first, whole_run]
 
 
 def job(order: str, block_records: int = 32) -> Config:
-    return Config.model_validate(
-        {
-            "recipe": "rows:FromRay",
-            "data": {"order": order, "block_records": block_records},
-            "train": {"epochs": 2, "batch_size": 10},
-            "seed": 3,
-        }
-    )
+    data = {"order": order, "block_records": block_records}
+    job = {"recipe": "rows:FromRay", "data": data, "train": {"epochs": 2, "batch_size": 10}}
+    return Config.model_validate(job | {"seed": 3})
 
 
 def interrupted(train: Train, steps: int) -> dict[str, Any]:
@@ -201,10 +184,8 @@ def test_an_epoch_that_begins_again_counts_what_it_trains_once_more(ray_cluster:
     assert (counts["read"], counts["trained"]) == (103, 103)
     assert counts["repeated"] == 40 + 30
     notes = [event["text"] for event in train.events("note")]
-    assert (
-        "epoch 1 begins again" in notes[0]
-        and "40 records are trained once more (40 repeated" in notes[0]
-    )
+    assert "epoch 1 begins again" in notes[0]
+    assert "40 records are trained once more (40 repeated" in notes[0]
     assert "30 records are trained once more (70 repeated" in notes[1]
     # The next epoch has nothing to repeat.
     assert train.reconcile("train", 1, flat(list(train.steps("train", 1))))["repeated"] == 0
@@ -248,10 +229,8 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
     )
     assert outcome.code == 0, outcome.summary.error
     assert outcome.summary.records.repeated == 6
-    assert [e["repeated"] for e in outcome.summary.records.epochs if e["split"] == "train"] == [
-        3,
-        3,
-    ]
+    passes = [books for books in outcome.summary.records.epochs if books["split"] == "train"]
+    assert [books["repeated"] for books in passes] == [3, 3]
     assert outcome.summary.records.read == outcome.summary.records.trained == 130
     for epoch in range(2):
         ranks = (outcome.run_dir / "records").glob(f"train-epoch-{epoch:03d}-rank-*.txt")

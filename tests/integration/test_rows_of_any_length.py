@@ -12,17 +12,10 @@ from stoker.config.schema import Config
 
 
 def job() -> Config:
-    data = {
-        "block_records": 16,
-        "order": "exact",
-        "cache": "memory",
-        "cache_gb": 0.01,
-        "bucket_by": "ids",
-    }
-    train = {"epochs": 4, "batch_size": 7}
-    return Config.model_validate(
-        {"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1}
-    )
+    data = {"block_records": 16, "order": "exact", "bucket_by": "ids"}
+    data |= {"cache": "memory", "cache_gb": 0.01}
+    job = {"recipe": "lengths:Lengths", "data": data, "train": {"epochs": 4, "batch_size": 7}}
+    return Config.model_validate(job | {"seed": 1})
 
 
 def rows(train: Train) -> list[int]:

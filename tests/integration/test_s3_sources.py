@@ -70,9 +70,7 @@ def test_half_of_the_answers_being_503_loses_nothing(
             refused += 1
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
-            return [
-                b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-            ]
+            return [b"<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"]
         return app(environ, start_response)
 
     with served(flaky) as environment:
@@ -125,10 +123,8 @@ def test_a_job_lists_each_folder_once_and_names_a_slow_store(
     monkeypatch.setattr(filesystems, "SLOW_LISTING_S", 0)
     job = Resolved(Config.model_validate({"params": {"data": f"s3://{BUCKET}/once"}}), {})
     _, data = open_sources_of(job)
-    assert {split: source.count() for split, source in data.sources.items()} == {
-        "train": 8,
-        "val": 8,
-    }
+    counts = {split: source.count() for split, source in data.sources.items()}
+    assert counts == {"train": 8, "val": 8}
     assert asked and {*asked.values()} == {1}, asked
     assert "still listing" in capfd.readouterr().err
 
@@ -180,11 +176,8 @@ def test_a_bucket_that_is_listed_in_parts_has_the_same_files(
     client, bucket = boto3.client("s3"), f"stoker-listing-{most}-{at_once}"
     client.create_bucket(Bucket=bucket)
     folders = ["a", "a/b", "a/b/c", "b", "c.jpg", "d/e/f/g/h"]
-    keys = [f"top/{folder}/{n}" for folder in folders for n in range(3)] + [
-        "top/c",
-        "top/a.jpg",
-        "topmost/x",
-    ]
+    keys = [f"top/{folder}/{n}" for folder in folders for n in range(3)]
+    keys += ["top/c", "top/a.jpg", "topmost/x"]
     for key in [*keys, "top/empty/", "top/a/b/"]:
         client.put_object(Bucket=bucket, Key=key, Body=b"" if key.endswith("/") else b"1")
     monkeypatch.setattr(filesystems, "MOST_LISTED", most)

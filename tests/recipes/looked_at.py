@@ -47,16 +47,6 @@ class Made(Source):
             }
 
 
-class Normalised(RecordTransform):
-    """Floats around zero, with a NaN in one record."""
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        image = record["image"].astype(np.float32) / 127.5 - 1
-        if record["key"] == "<b>3</b>":
-            image[0, 0] = np.nan
-        return {**record, "image": image}
-
-
 class Broken(RecordTransform):
     """Fails on every fourth record, as code for another data set does."""
 
@@ -66,15 +56,6 @@ class Broken(RecordTransform):
         if record["label"] % 4 == 0:
             raise KeyError(f"annotation of {record['key']}")
         return record
-
-
-class Unlabelled(RecordTransform):
-    """Masks whose first row belongs to no class, and the second one to that of a larger data set."""
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        mask = record["mask"].copy()
-        mask[0], mask[1] = 255, 30
-        return {**record, "mask": mask}
 
 
 class Counting(RecordTransform):
@@ -104,11 +85,8 @@ class Shapes(RecordTransform):
 
 
 def whole(batch: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "image": batch["image"],
-        "label": batch["label"],
-        "mean": batch["image"].mean((1, 2, 3)),
-    }
+    mean = batch["image"].mean((1, 2, 3))
+    return {"image": batch["image"], "label": batch["label"], "mean": mean}
 
 
 def as_array(batch: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +119,7 @@ class LookedAt(Recipe):
         chains: dict[str, list[Any]] = {
             "fine": dropped("note"),
             "null": [],
-            "normalised": [*dropped("note"), Normalised()],
             "broken": [*dropped("note"), Broken()],
-            "unlabelled": [*dropped("note", "caption", "source"), Unlabelled()],
             "counts": [*dropped("note"), Counting()],
             "drawn": [*dropped("note"), Drawn(), as_array],
             "shapes": [*dropped("note"), Shapes()],

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from damage import chained
 from torch.utils.data import default_collate
+from torchvision.transforms import v2
 
-from stoker.chain.chain import Chain
-from stoker.chain.collating import all_of, collated, seed_of
+from stoker.chain.collating import all_of, collated, records_of, seed_of
 from stoker.config.schema import Config
+from stoker.data import DecodeMask
 from stoker.errors import SchemaError, UsageError
 from stoker.protocol import BlockSlice
 from stoker.serve.blocks.batches import as_batch
@@ -37,7 +39,7 @@ RECORDS = [
 
 
 def left(records: list[dict[str, Any]], collate: Any = None) -> tuple[dict[str, Any], Any]:
-    return Chain([], seed=1, collate=collate).run([dict(each) for each in records], 0)
+    return chained([dict(each) for each in records], seed=1, collate=collate)
 
 
 def test_with_the_default_collate_of_pytorch_a_batch_is_as_it_is_without() -> None:
@@ -102,6 +104,14 @@ def test_arrays_of_any_memory_order_arrive_and_masked_ones_keep_their_mask() -> 
     assert torch.equal(batch["big"][0], torch.from_numpy(base))
     assert batch["back"].tolist() == [base[:, ::-1].tolist()]
     assert batch["frozen"].tolist() == (base[None] + 1).tolist()
+
+
+def test_collate_gets_plain_tensors_of_declared_parts() -> None:
+    image = np.zeros((20, 30, 3), np.uint8)
+    record = {"key": "0", "image": image, "mask": image[..., 0]}
+    columns, _ = chained([record], DecodeMask(), v2.RandomCrop(12), collate=lambda records: {})
+    [record] = records_of(columns["__record"])
+    assert type(record["mask"]) is type(record["image"]) is np.ndarray
 
 
 def test_what_cannot_be_sent_names_its_record() -> None:

@@ -26,9 +26,8 @@ from pyarrow import parquet
 from spoilt import encoded
 
 from recipes.audio import RATE, Spectrogram
-from stoker.data import DecodeImage, read_images
+from stoker.data import BadRecord, DecodeImage, read_images
 from stoker.errors import ChainError, UsageError
-from stoker.protocol import HWC_SUFFIX, KEY_COLUMN, BadRecord
 
 pytestmark = pytest.mark.long
 
@@ -130,7 +129,7 @@ def decoded(root: Path) -> list[Any]:
     [shard] = source.shards(1000, None)
     records = source.for_workers().read(shard, None)
     columns, report = chained(records, DecodeImage(), with_keys=True)
-    good = dict(zip(columns[KEY_COLUMN], columns["image" + HWC_SUFFIX], strict=True))
+    good = dict(zip(columns["__key"], columns["image__hwc"], strict=True))
     bad = {record.key: record for record in report.bad}
     return [bad.get(key) or {"key": key, "image": good[key].tobytes()} for key, *_ in source.files]  # type: ignore[attr-defined]
 

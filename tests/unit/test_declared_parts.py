@@ -17,8 +17,6 @@ from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from stoker.chain.chain import Chain
-from stoker.chain.entries import as_stages
 from stoker.data import (
     Boxes,
     CheckLabel,
@@ -35,7 +33,6 @@ from stoker.data import (
     Rename,
 )
 from stoker.errors import UsageError
-from stoker.read.host_cache import KeptRecord, decode, encode
 
 
 def encoded(pixels: Any, kind: str = "PNG", turn: int = 1, **options: Any) -> bytes:
@@ -149,32 +146,6 @@ def test_a_declaration_follows_its_column_and_ends_with_it() -> None:
     assert (columns["image"][0, 0] == 40 * columns["classes"][0]).all()
     columns, report = run([pair("1")], *DECODE, Remap(np), Drop("mask"), flip)
     assert not report.bad and "mask" not in columns
-
-
-def test_a_cached_record_keeps_its_declarations() -> None:
-    entries = [DecodeImage(), DecodeMask(), Boxes(), v2.RandomHorizontalFlip(1.0)]
-    chain = Chain(as_stages(entries), seed=0, prefix=3)
-    record = {**pair("0"), "boxes": [[2, 4, 8, 9]]}
-    kept: list[Any] = []
-
-    def keep(record: Any) -> int:
-        kept.append(KeptRecord(decode(b"".join(encode(record)))))
-        return 1
-
-    fresh, _ = chain.run([record], 0, keep)
-    cached, report = chain.run(kept, 0, keep)
-    assert report.found == 1 and not report.bad
-    assert fresh.keys() == cached.keys()
-    assert all(np.array_equal(fresh[name], cached[name]) for name in ("image", "mask"))
-    assert cached["boxes"].tolist() == [[[22, 4, 28, 9]]]
-
-
-def test_collate_gets_plain_tensors() -> None:
-    from stoker.chain.collating import records_of
-
-    columns, _ = run([pair("0")], *DECODE, CROP, collate=lambda records: {})
-    [record] = records_of(columns["__record"])
-    assert type(record["mask"]) is type(record["image"]) is np.ndarray
 
 
 class Made(RecordTransform):

@@ -18,8 +18,7 @@ from urllib.parse import unquote
 import pytest
 from spoilt import images
 
-from stoker.data import read_images
-from stoker.protocol import BadRecord
+from stoker.data import BadRecord, read_images
 from stoker.read.far_files import AHEAD_BYTES, MOST_FAILURES, READS, FarFiles, store_of
 
 pytestmark = pytest.mark.unit

@@ -17,8 +17,7 @@ import torch
 from PIL import Image
 from pyarrow import fs
 
-from stoker.data import read_images, read_torch
-from stoker.protocol import BadRecord
+from stoker.data import BadRecord, read_images, read_torch
 from stoker.read import images, sources
 from stoker.read.identity import agree, fingerprint_of_files
 

@@ -161,9 +161,8 @@ def test_a_record_that_was_bad_before_and_still_is_is_not_tried_elsewhere() -> N
 
     loaded = LoadedSplit(Unreadable(), Chain(as_stages([]), seed=1))
     plan = PassPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=5)
-    [(_, report)] = blocks_of(
-        loaded, plan, Work(0, Shard("all")), Guard({"2": "cannot be read"}, None)
-    )
+    guard = Guard({"2": "cannot be read"}, None)
+    [(_, report)] = blocks_of(loaded, plan, Work(0, Shard("all")), guard)
     assert [(bad.key, bad.passing) for bad in report.bad] == [("2", False)]
 
 
@@ -177,10 +176,8 @@ def test_a_bad_item_stays_bad_and_the_record_that_has_its_number_as_key_good() -
             return super().__getitem__(index)
 
     source = read_torch(Damaged(frozenset()))
-    (shard,), plan = (
-        source.shards(COUNT, None),
-        PassPlan(1, 0, "train", shuffle=False, block_records=COUNT),
-    )
+    (shard,) = source.shards(COUNT, None)
+    plan = PassPlan(1, 0, "train", shuffle=False, block_records=COUNT)
     loaded = LoadedSplit(source, Chain(as_stages([Double(frozenset())]), seed=1))
     ((columns, report),) = blocks_of(loaded, plan, Work(0, shard))
     for damaged in (True, False):

@@ -18,18 +18,18 @@ import pytest
 import torch
 from damage import checked, tar_of
 from PIL import Image
-from spoilt import encoded, images
+from spoilt import encoded, images, of
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.schema import Config
-from stoker.data import CheckLabel, DecodeImage, read_any, read_range
+from stoker.data import Boxes, CheckLabel, DecodeImage, DecodeMask, read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
 from stoker.read.far_files import FarFiles
-from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, room
+from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, KeptRecord, decode, encode, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
 from stoker.read.sources import Source
@@ -309,6 +309,26 @@ def test_kept_values_come_back_as_they_were_and_may_be_written_to(root: Path) ->
     again = decode(b"".join(bytes(part) for part in encode(empty)))
     assert again["x"].shape == (0, 3)
     assert again["o"].tolist() == ["a", None]
+
+
+def test_a_cached_record_keeps_its_declarations() -> None:
+    entries = [DecodeImage(), DecodeMask(), Boxes(), v2.RandomHorizontalFlip(1.0)]
+    chain = Chain(as_stages(entries), seed=0, prefix=3)
+    image = np.random.default_rng(0).integers(0, 9, (20, 30, 3), np.uint8)
+    parts = {"image": of(image, "PNG"), "mask": of(image[..., 0], "PNG"), "boxes": [[2, 4, 8, 9]]}
+    record = {"key": "0", **parts}
+    kept: list[Any] = []
+
+    def keep(record: Any) -> int:
+        kept.append(KeptRecord(decode(b"".join(encode(record)))))
+        return 1
+
+    fresh, _ = chain.run([record], 0, keep)
+    cached, report = chain.run(kept, 0, keep)
+    assert report.found == 1 and not report.bad
+    assert fresh.keys() == cached.keys()
+    assert all(np.array_equal(fresh[name], cached[name]) for name in ("image", "mask"))
+    assert cached["boxes"].tolist() == [[[22, 4, 28, 9]]]
 
 
 def test_other_data_or_another_chain_finds_nothing(digits: Path) -> None:

@@ -17,9 +17,8 @@ from torchvision.transforms.v2 import functional
 from stoker.chain.picture import Picture
 from stoker.chain.transforms import GaussianBlurs
 from stoker.data import CheckLabel, DecodeImage, RandomResizedCrop
-from stoker.protocol import HWC_SUFFIX
 
-IMAGE = "image" + HWC_SUFFIX
+IMAGE = "image__hwc"
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -11,23 +11,21 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from damage import chained, preprocessed, read_all
+from damage import chained, opened_job, preprocessed, read_all
 from pictured import pixels
 from PIL import Image
 from spoilt import of
 
-from stoker.config.loading import load
 from stoker.data import DecodeImage, read_any, read_images, read_torch
 from stoker.errors import UsageError
-from stoker.serve.opening import Data, open_data
 
 
-def opened(**params: Any) -> Data:
+def opened(**params: Any) -> Any:
     job = {"recipe": "pictured:Pictured", "params": params, "data": {"block_records": 4}}
-    return open_data(load(job).config)
+    return opened_job(job)[1]
 
 
-def batched(data: Data) -> Any:
+def batched(data: Any) -> Any:
     found = []
     for columns, report in preprocessed(data, records=4):
         assert not report.bad
@@ -45,14 +43,6 @@ def test_pictures_of_mixed_modes_become_rgb_or_grey(mode: str, first: str) -> No
         expected.append(np.atleast_3d(np.asarray(image.convert("L" if first == "grey" else "RGB"))))
     found = batched(opened(first=first, mode=mode))
     assert np.array_equal(found, np.stack(expected).transpose(0, 3, 1, 2))
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "LA"])
-@pytest.mark.parametrize("first", ["decode", "resize"])
-def test_arrays_of_mixed_channels_become_rgb(mode: str, first: str) -> None:
-    found = batched(opened(first=first, mode=mode, array=True))
-    assert found.shape == (8, 3, *((16, 16) if first == "decode" else (8, 8)))
-    assert first == "resize" or np.array_equal(found[4], pixels(4).transpose(2, 0, 1))
 
 
 LIKE = "differs in shape .*DecodeImage"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from damage import chained, preprocessed
+from damage import chained, opened_job, preprocessed
 from encoders import png, smooth, tiff
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
@@ -21,10 +21,8 @@ from spoilt import encoded, images, of
 from torchvision.transforms import v2
 from typer.testing import CliRunner
 
-from stoker.config.loading import load
 from stoker.data import DecodeImage
 from stoker.errors import UsageError
-from stoker.serve.opening import open_data
 from stoker_launcher.command_line import app
 
 
@@ -208,7 +206,7 @@ def test_peek_names_bits_and_pages_that_decoding_leaves_out(tmp_path: Path) -> N
 
     deep = png((smooth(1) * 4095).astype(np.uint16), 0, 16)
     assert "4 of 4 have more than 8 bits per channel; decoding keeps 8" in said("png", deep)
-    data = open_data(load(job("png", deep, bits=12)).config)
+    _, data = opened_job(job("png", deep, bits=12))
     assert data.notes() == []
     [(columns, _)] = preprocessed(data)
     assert (columns["image__hwc"].max((1, 2, 3)) > 200).all()

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damage import chained, preprocessed, read_all
+from damage import chained, opened_job, preprocessed, read_all
 from encoders import png
 from PIL import Image
 from spoilt import encoded
 from torchvision.io import decode_image
 from torchvision.transforms import v2
 
-from stoker.config.loading import load
 from stoker.data import DecodeImage, Record, RecordTransform, read_torch
-from stoker.serve.opening import open_data
 
 pytestmark = pytest.mark.long
 
@@ -147,7 +145,7 @@ def test_the_limit_is_a_key_of_the_configuration(digits: Path) -> None:
     params = {"data": str(digits / "parquet"), "num_classes": 10, "image_size": 32}
 
     def bad(*overrides: str) -> int:
-        data = open_data(load({"params": params}, overrides).config)
+        _, data = opened_job({"params": params}, *overrides)
         return sum(len(report.bad) for _, report in preprocessed(data, "val"))
 
     assert bad() == bad("data.max_pixels=1024") == 0

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from damage import checked, read_all
 
-from stoker.data import read_any
+from stoker.data import BadRecord, read_any
 from stoker.errors import UsageError
-from stoker.protocol import BadRecord
 from stoker.storage.checkpoint_store import MANIFEST, Manifest, open_store, verify
 from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
 from tests.fakes import azure, google_cloud

@@ -120,18 +120,15 @@ def test_a_late_task_names_its_records_from_its_first_start() -> None:
 
 def test_lost_hosts_blame_nobody_once_the_work_is_done() -> None:
     suspects = Suspects()
-    for number in range(
-        1, 30
-    ):  # each time after it had ended: its blocks were lost with their host
+    for number in range(1, 30):  # after it had ended: its blocks were lost with their host
         assert run(suspects, "abc", lambda key: False, start=number) == (["a", "b", "c"], number)
     assert not suspects.of("train")
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:
     patience = Patience()
-    assert patience.deadline_s("train", "a", late=0, stall_s=600) == 300, (
-        "nobody knows how slow its chain is"
-    )
+    unknown = patience.deadline_s("train", "a", late=0, stall_s=600)
+    assert unknown == 300, "nobody knows how slow its chain is"
     for seconds in (9.0, 10.0, 500.0):
         patience.took("train", "a", seconds)
     assert patience.deadline_s("train", "a", late=0, stall_s=600) == 200
@@ -140,9 +137,8 @@ def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:
     assert patience.deadline_s("val", "a", late=0, stall_s=600) == 300, "another kind of work"
     for _ in range(200):
         patience.took("train", "a", 0.1)
-    assert patience.deadline_s("train", "a", late=0, stall_s=600) == 60, (
-        "a tenth of the stall time-out at least"
-    )
+    least = patience.deadline_s("train", "a", late=0, stall_s=600)
+    assert least == 60, "a tenth of the stall time-out"
 
 
 @given(st.floats(0.001, 5), st.floats(1, 20))
@@ -172,15 +168,15 @@ def test_a_late_host_is_avoided_for_a_while_and_longer_each_time() -> None:
     assert patience.avoid("a", now=4039 + 480 + 3601) == 120, "an hour without is forgiven"
 
 
-@pytest.mark.parametrize(
-    ("error", "waits"),
-    [
-        (OSError(5, "Input/output error"), [1, 4, 16]),
-        (TimeoutError(), [1, 4, 16]),
-        (FileNotFoundError(2, "No such file"), [1]),
-        (PermissionError(13, "Permission denied"), [1]),
-    ],
-)
+WAITS: list[tuple[OSError, list[float]]] = [
+    (OSError(5, "Input/output error"), [1, 4, 16]),
+    (TimeoutError(), [1, 4, 16]),
+    (FileNotFoundError(2, "No such file"), [1]),
+    (PermissionError(13, "Permission denied"), [1]),
+]
+
+
+@pytest.mark.parametrize(("error", "waits"), WAITS)
 def test_reads_are_tried_again_with_growing_waits_and_not_for_ever(
     error: OSError, waits: list[float]
 ) -> None:

@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from damage import preprocessed, read_all
+from damage import opened_job, preprocessed, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inprocess import Batches, batches, no_cluster, start
 from pyarrow import parquet
 
-from stoker.config.loading import load
-from stoker.data import read_any, read_delta, read_parquet
+from stoker.data import BadRecord, read_any, read_delta, read_parquet
 from stoker.errors import UsageError
-from stoker.protocol import BadRecord
-from stoker.serve.opening import open_data
 
 __all__ = ["no_cluster"]
 rows_of = partial(read_all, seed=0)
@@ -294,7 +291,8 @@ def test_text_in_a_column_of_numbers_is_named_with_each_record(
         "params": {"data": str(tmp_path)},
         "train": {"batch_size": 1},
     }
-    [(_, report)] = preprocessed(open_data(load(job).config), "train")
+    _, data = opened_job(job)
+    [(_, report)] = preprocessed(data)
     assert len(report.bad) == 2
     assert "'<' not supported between instances of 'str'" in report.bad[0].reason
     assert "(columns of text: rooms)" in report.bad[0].reason

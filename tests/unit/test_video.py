@@ -92,13 +92,6 @@ def test_a_clip_holds_the_very_frames_that_were_written(tmp_path: Path, suffix: 
     assert min(firsts) < 4 and max(firsts) > 28
 
 
-@pytest.mark.long
-def test_every_start_is_possible_and_no_other(tmp_path: Path) -> None:
-    content = written(tmp_path, pictures(10))
-    columns, _ = run([content] * 60, DecodeVideo(8))
-    assert {first for first, *_ in numbers(columns["video"])} == {0, 1, 2}
-
-
 def test_each_record_and_epoch_draws_its_own_start_and_again_the_same(tmp_path: Path) -> None:
     contents = [written(tmp_path, pictures(40))] * 12
     first, again, later = (run(contents, DecodeVideo(4), epoch)[0]["video"] for epoch in (0, 0, 1))
