@@ -68,11 +68,12 @@ def by_content(records: list[Any]) -> Any:
     return torch.rand(1 + records[0][1] % 5), default_collate(records)
 
 
-def loader(dataset: Any, rank: int, collate: Any, seed: int = 0, **options: Any) -> DataLoader[Any]:
-    options["generator"] = torch.Generator().manual_seed(seed)
+def loader(
+    dataset: Any, rank: int, collate: Any, ranks: int = RANKS, **options: Any
+) -> DataLoader[Any]:
+    options["generator"] = torch.Generator().manual_seed(0)
     split, drop_last = options.pop("split_batches", False), options.pop("drop_last", False)
-    size = 3 * RANKS if split else 3
-    shard = IterableDatasetShard(dataset, size, drop_last, RANKS, rank, split)
+    shard = IterableDatasetShard(dataset, 3 * ranks if split else 3, drop_last, ranks, rank, split)
     return DataLoader(shard, batch_size=3, drop_last=drop_last, collate_fn=collate, **options)
 
 
@@ -174,7 +175,13 @@ def test_ranks_that_come_late_leave_early_or_resume_get_their_own_batches(
     for each, state in zip(resumed, states, strict=True):
         each.load_state_dict(state)
     assert equal(together(resumed), [each[3:] for each in expected])
-    assert len(dataset.makers()) < 2 * RECORDS  # what the passes before were reading is among them
+    fewer = [loader(dataset, rank, plain, ranks=2, **options) for rank in range(2)]
+    for each in fewer:
+        each.load_state_dict(states[1])
+    found = sorted(int(n) for rank in together(fewer) for batch in rank for n in batch[1])
+    left = {*range(RECORDS)} - {int(n) for rank in begun for batch in rank for n in batch[1]}
+    assert {*found} == left and len(found) < len(left) + 2 * 3 * max(workers, 1)
+    assert len(dataset.makers()) < 3 * RECORDS  # what the passes before were reading is among them
 
 
 def test_a_process_that_is_lost_costs_no_rank_a_batch(

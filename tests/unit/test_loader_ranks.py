@@ -63,6 +63,21 @@ def prepared(ranks: int, rank: int, size: int = 4, epoch: int = 2, seedable: boo
     return found
 
 
+def stream(
+    ranks: int, rank: int, size: int = 4, split: bool = False, workers: int = 1, seed: int = 0
+) -> Any:
+    """Shuffled, with draws that only the records and batches make."""
+    shard = pytest.importorskip("accelerate.data_loader").IterableDatasetShard
+    dataset: Any = Stream(lambda worker, workers: shuffled(range(worker, COUNT, workers), seed))
+    if ranks > 1:
+        dataset = shard(dataset, size * ranks if split else size, False, ranks, rank, split)
+    return DataLoader(dataset, batch_size=size, num_workers=workers)
+
+
+def shuffled(records: Any, seed: int) -> list[int]:
+    return random.Random(seed).sample(records, len(records))
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "DistributedSampler": distributed,
     "records": single,
@@ -71,6 +86,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "uneven": lambda *case: sharded(*case, even_batches=False),
     "prepared by Accelerate": prepared,
     "prepared, seeded by itself": lambda *case: prepared(*case, seedable=True),
+    "stream": stream,
+    "parts of batches of a stream": lambda *case: stream(*case, split=True),
+    "stream without workers": lambda *case: stream(*case, workers=0),
 }
 RESUMES = [(8, 4), (3, 4), (5, 4)]
 
@@ -141,6 +159,29 @@ def test_another_batch_size_divides_what_is_left_too() -> None:
             found.append(numbers(batches))
         counted = Counter(itertools.chain(*found))
         assert counted.keys() == set(range(COUNT)) and sum(counted.values()) < COUNT + 21
+
+
+def test_streams_of_several_workers_are_divided_anew_and_compared() -> None:
+    taken: list[int] = []
+    state: Any = None
+    for ranks, steps in ((4, 5), (3, 4), (2, 1000)):
+        loaders = [stream(ranks, rank, workers=2) for rank in range(ranks)]
+        for loader in loaders:
+            if state:
+                loader.load_state_dict(state)
+            taken += numbers(itertools.islice(iterator := iter(loader), steps))
+            kept = saved(loader)
+            del iterator
+        state = kept
+    counted = Counter(taken)
+    assert counted.keys() == set(range(COUNT)) and sum(counted.values()) < COUNT + 2 * 8
+    first = stream(4, 0)
+    next(iterator := iter(first))
+    other = stream(3, 1, seed=1)
+    other.load_state_dict(saved(first))
+    del iterator
+    with pytest.raises(RuntimeError, match="first 1 batches are not those delivered before"):
+        next(iter(other))
 
 
 class Strided(Sampler[int]):

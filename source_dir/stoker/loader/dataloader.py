@@ -344,14 +344,17 @@ class DataLoader(TorchDataLoader[Item]):
         """
         saved, here, place = state["shape"], self._shape(), state["place"]
         differ = [name for name in here if name in saved and saved[name] != here[name]]
+        divides = self.shared_order() is not None and place.get("division")
         if isinstance(self.dataset, IterableDataset):
             differ = [name for name in differ if name != "rank"]  # its batches are compared
-        divides = self.shared_order() is not None and place.get("division")
+            was, now = place.get("read_as"), self.read_as()
+            # Single records do not make batches of the stretch after.
+            divides = was and now and (was["size"] is None) == (now["size"] is None)
         if divides:
-            differ = [name for name in differ if name in ("records", ORDER)]
+            differ = [name for name in differ if name in ("records", "num_workers", ORDER)]
             names = tuple(differ)
         found = [f"{n} {saved[n]} (here {here[n]})" for n in differ if divides or n != ORDER]
-        again = bool(place.get("segments")) and not divides
+        again = bool(place.get("segments") or place.get("before")) and not divides
         if again or not {*names}.isdisjoint(differ):
             found += ["ranks whose number has changed"] * again
             why = f", because {self._decides()} alone decides what each rank reads"
@@ -373,6 +376,12 @@ class DataLoader(TorchDataLoader[Item]):
         if own != self.batch_size or 0 < self.timeout < LEAST_TIMEOUT_S:
             return 1, 0
         return shard.num_processes, shard.process_index
+
+    def read_as(self) -> dict[str, Any] | None:
+        """How this rank reads a stream; None: what is left of it cannot be divided among others."""
+        (parts, part), ranks = self.parts(), self.ranks()[0]
+        known = isinstance(self.dataset, IterableDataset) and (parts > 1 or ranks == 1)
+        return {"parts": parts, "part": part, "size": self.batch_size} if known else None
 
     def _decides(self) -> str:
         """What prevents a state from being used by other ranks, by its argument."""

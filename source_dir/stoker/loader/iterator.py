@@ -6,7 +6,6 @@ torch's sampler chooses the indices here, chain workers make the batches, and a 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import math
@@ -20,18 +19,17 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._utils import ExceptionWrapper
 from torch.autograd.profiler import record_function
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from stoker.loader.digests import PLAIN
 from stoker.loader.divisions import Division
+from stoker.loader.indices import as_one, copy_of
 from stoker.loader.makers import BatchTime, finalize
 from stoker.loader.ranks import rank_of_script
-from stoker.loader.work import Failed, LoadRequest, MadeBatch, digest_of
+from stoker.loader.work import Failed, LoadRequest, MadeBatch, Stretch, digest_of
 from stoker.protocol import Shard
 from stoker.read.sources import restore_generators, states
 from stoker.serve.blocks.packing import unpack
@@ -40,8 +38,6 @@ DATA_PIPES = (IterDataPipe, MapDataPipe)
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
 END = object()
-FIXED = {*PLAIN, *(kind for kind in np.sctypeDict.values() if issubclass(kind, np.number))}
-"""Types of indices that do not change."""
 
 
 @dataclass
@@ -138,6 +134,9 @@ class ClusterIterator:
         self._sampler, self._batched = loader._index_sampler, loader._auto_collation
         self._num_workers, self._timeout = loader.num_workers, loader.timeout
         self._streams = max(1, loader.num_workers)
+        self._read_as = loader.read_as()
+        self._before: list[dict[str, Any]] = []
+        """How ranks that shared this pass otherwise read its streams, and up to which batch of each."""
         self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.ranks()[0]
         self._rank, self._shared_order = loader.ranks()[1], loader.shared_order()
@@ -208,7 +207,10 @@ class ClusterIterator:
     def _resume(self, start: dict[str, Any]) -> None:
         self._yielded = start["yielded"]
         if self._iterable:
-            if self._rank != (saved := start.get("rank", self._rank)):
+            self._before, was = list(start.get("before", ())), start.get("read_as")
+            if was and self._read_as and was != self._read_as:
+                self._before.append(was | {"stops": list(start["taken"])})
+            elif self._rank != (saved := start.get("rank", self._rank)):
                 self._whose = f" (the state is that of rank {saved}, and this is rank {self._rank})"
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
@@ -296,8 +298,8 @@ class ClusterIterator:
         indices = next(self._order)
         if self._batched and isinstance(indices, Iterator):
             indices = list(indices)  # a generator cannot be sent
-        indices = _as_now(indices)
-        self._last = digest_of(MadeBatch(_as_one(indices)), self._last)
+        indices = copy_of(indices)
+        self._last = digest_of(MadeBatch(as_one(indices)), self._last)
         batched = self._batched and hasattr(indices, "__len__")
         self._drawn.append((len(indices) if batched else 1, self._last))
         return indices
@@ -323,6 +325,8 @@ class ClusterIterator:
             "taken": list(self._taken),
             "over": sorted(self._over),
             "turn": self._turn,
+            "read_as": self._read_as,
+            "before": self._before,
             "digests": list(self._digests),
             "indices": self._indices,
             "division": self._division,
@@ -336,11 +340,18 @@ class ClusterIterator:
     def _open_streams(self) -> None:
         self._wanted, self._next_asked = list(self._taken), self._turn
         shards = [
-            (w, Shard(f"worker {w}", items=(self.request._replace(worker=w),)), self._taken[w])
+            (w, Shard(f"worker {w}", items=(self._stream(w),)), self._taken[w])
             for w in range(self._streams)
             if w not in self._over
         ]
         self._maker.submit(shards, len(shards))
+
+    def _stream(self, worker: int) -> LoadRequest:
+        before = (
+            Stretch(each["parts"], each["part"], each["size"], each["stops"][worker])
+            for each in self._before
+        )
+        return self.request._replace(worker=worker, before=tuple(before))
 
     def _fill(self) -> None:
         """Draw indices ahead, in this thread, and submit their batches."""
@@ -545,23 +556,6 @@ def _shared_seed(loader: Any) -> int:
         group: Any = dist.new_group(backend="gloo")
         dist.broadcast(seed, src=0, group=group)
     return int(seed)
-
-
-def _as_now(index: Any) -> Any:
-    """A copy of what a sampler gave: it may fill the same list, array or tensor again."""
-    if type(index) in (list, tuple):  # a subclass may have attributes
-        fixed = FIXED.issuperset(map(type, index))
-        return type(index)(index if fixed else map(_as_now, index))
-    return index.clone() if type(index) is torch.Tensor else copy.deepcopy(index)
-
-
-def _as_one(indices: Any) -> Any:
-    """A list of numbers or of tensors as one array, whose digest takes less time."""
-    kinds = {*map(type, indices)} if type(indices) in (list, tuple) else set()
-    if len(kinds) == 1 and issubclass(kind := kinds.pop(), np.number | torch.Tensor):
-        with contextlib.suppress(RuntimeError, TypeError):  # of several shapes
-            return torch.stack(list(indices)) if kind is torch.Tensor else np.asarray(indices)
-    return indices
 
 
 def drawn_states(generators: list[torch.Generator]) -> list[bytes]:

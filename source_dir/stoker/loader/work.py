@@ -8,7 +8,9 @@ one comparison shows whether these were the same. An endless stream has no such 
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
+import math
 import random
 import socket
 import traceback
@@ -50,6 +52,15 @@ class MadeBatch(NamedTuple):
     chain: tuple[int, int] = (0, 0)
 
 
+class Stretch(NamedTuple):
+    """Batches of a stream, up to batch `stop`, that ranks had which divided it otherwise: those of one part."""
+
+    parts: int
+    part: int
+    size: int | None
+    stop: float
+
+
 class LoadRequest(NamedTuple):
     """Script → chain worker: batches of a map-style dataset, or one worker's part of an iterable dataset."""
 
@@ -78,6 +89,7 @@ class LoadRequest(NamedTuple):
     """Iterable dataset: how many ranks divide each group of batches, as IterableDatasetShard does."""
     wanted: tuple[int, ...] = (0,)
     """Parts whose batches are made, in turn."""
+    before: tuple[Stretch, ...] = ()
 
     @property
     def seed(self) -> str:
@@ -273,41 +285,72 @@ class LoaderWork:
         The generators of each part go on as if it read the stream alone, so reading has to draw the same in all.
         """
         from torch.utils.data._utils import worker as torchs
-        from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
-        dataset = _whole(self.dataset) if order.parts > 1 else self.dataset
-        info, size, what = torchs._worker_info, self.batch_size or 1, f"of worker {order.worker}"
-        try:
-            fetcher = _IterableDatasetFetcher(
-                dataset, self.auto_collation, _as_read, self.drop_last
-            )
-        except BaseException as error:
-            yield from itertools.repeat(failed(error, f"iter(dataset) {what}"))
-        generators = [states()] * len(order.wanted)
-        for number in itertools.count():
+        info, what = torchs._worker_info, f"of worker {order.worker}"
+        generators, number = [states()] * len(order.wanted), 0
+        fetchers = self._fetchers(order)
+        while True:
             torchs._worker_info = info  # every time: streams and passes take turns in this process
             restore_generators(generators[0])
-            records, made = [], None
             try:
-                records = fetcher.fetch(range(size * order.parts))  # type: ignore[no-untyped-call]
+                fetcher, size, parts, taken, stop = next(fetchers)
             except BaseException as error:
-                made = _ending(error, f"batch {number} {what}")
-            if len(generators) > 1:
-                read = states()
-                if all(each == generators[0] for each in generators):
-                    generators = [read] * len(generators)
-                elif read != generators[0]:
-                    ask()  # each part would have read other records
-            for place, part in enumerate(order.wanted):
-                if place:
-                    torchs._worker_info = info
-                    restore_generators(generators[place])
-                mine = records[part * size :][:size] if order.parts > 1 else records
-                batch = made or self._collated(order, place, mine, number)
-                generators[place] = states()
-                yield batch  # continues after a failure, as torch does; a generator that raised is exhausted
-            if isinstance(batch, MadeBatch) and batch.ended:
-                return
+                yield from itertools.repeat(failed(error, f"iter(dataset) {what}"))
+            generators = [states()] * len(generators) if number == 0 else generators
+            while number < stop:
+                torchs._worker_info = info
+                restore_generators(generators[0])
+                records, made = [], None
+                try:
+                    records = fetcher.fetch(range((size or 1) * parts))
+                except BaseException as error:
+                    made = _ending(error, f"batch {number} {what}")
+                if len(generators) > 1:
+                    read = states()
+                    if all(each == generators[0] for each in generators):
+                        generators = [read] * len(generators)
+                    elif read != generators[0]:
+                        ask()  # each part would have read other records
+                for place, part in enumerate(taken):
+                    if place:
+                        torchs._worker_info = info
+                        restore_generators(generators[place])
+                    mine = records[part * size :][:size] if size and parts > 1 else records
+                    batch = made or self._collated(order, place, mine, number)
+                    generators[place] = states()
+                    yield batch  # continues after a failure, as torch does; a generator that raised is exhausted
+                if isinstance(batch, MadeBatch) and batch.ended:
+                    return
+                number += 1
+
+    def _fetchers(self, order: LoadRequest) -> Iterator[tuple[Any, int | None, int, Any, float]]:
+        """By stretch of a stream: what reads groups of records, a batch's size, how many batches are in a group,
+        which of them are taken, and up to which number."""
+        from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+
+        records = self.dataset
+        if order.parts > 1:
+            records = copy.copy(records)  # gives record by record
+            records.batch_size = records.num_processes = 1
+            records.process_index, records.split_batches = 0, False
+        if order.before or order.parts > 1:
+            records = _Rest(iter(records))
+        group: Any = None
+        now = Stretch(order.parts, 0, self.batch_size, math.inf)
+        for stretch in (*order.before, now):
+            parts, part, size, stop = stretch
+            if group != (parts, size):
+                group = parts, size
+                read = records if parts == 1 else self._filled(records, parts * (size or 1))
+                fetcher = _IterableDatasetFetcher(read, size is not None, _as_read, self.drop_last)
+            taken = order.wanted if stretch is now else (part,) * len(order.wanted)
+            yield fetcher, size, parts, taken, stop
+
+    def _filled(self, records: Any, size: int) -> Any:
+        """Groups of records, the last one filled up as IterableDatasetShard does."""
+        shard = importlib.import_module("accelerate.data_loader").IterableDatasetShard
+        drop_last = getattr(self.dataset, "drop_last", self.drop_last)
+        return shard(records, size, drop_last, num_processes=1, process_index=0)
 
     def _collated(
         self, order: LoadRequest, place: int, records: Any, number: int
@@ -341,13 +384,14 @@ def _ending(error: BaseException, what: str) -> MadeBatch | Failed:
     return MadeBatch(None, ended=True) if isinstance(error, StopIteration) else failed(error, what)
 
 
-def _whole(shard: Any) -> Any:
-    """A reader of the whole groups that an IterableDatasetShard takes its own part of."""
-    whole = copy.copy(shard)
-    if not whole.split_batches:
-        whole.batch_size *= whole.num_processes
-    whole.num_processes, whole.process_index, whole.split_batches = 1, 0, False
-    return whole
+class _Rest:
+    """What is left of a dataset that is being read."""
+
+    def __init__(self, left: Iterator[Any]) -> None:
+        self._left = left
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._left
 
 
 def digest_of(made: MadeBatch | Failed, before: int) -> int:
