@@ -38,10 +38,8 @@ from stoker_launcher.advise.check.verdict import (
 )
 from stoker_launcher.advise.check.watch import GpuClock, Watch, describe_loader
 
-TRAINS = Loader(
-    "train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60
-)
-IDLE = replace(TRAINS, batches=0, trained=0, optimizer_steps=0)
+TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60)
+IDLE = replace(TRAINS, batches=0, trained=0)
 WORKERS = replace(TRAINS, num_workers=2, prefetch=2)
 VALIDATES = Loader("train.py:30", "Images", 8, 0, 0, False, 5, batches=5)
 

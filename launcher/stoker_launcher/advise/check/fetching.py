@@ -28,13 +28,13 @@ class Fetching:
         self.written = 0.0
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
-        """Time a batch; the first one is counted separately, because it imports modules and opens files."""
+        """Time a batch; the first one does not count, because it imports modules and opens files."""
         wall, cpu = time.monotonic(), self.clock()
         data = original(index)
         wall, cpu = time.monotonic() - wall, self.clock() - cpu
-        if self.batches == 1:
-            self.sums.clear()
         self.batches += 1
+        if self.batches == 1:
+            return data
         rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
         counted = {"fetches": 1.0, "samples": rows, "cpu_s": cpu, "wall_s": wall}
         for name, value in counted.items():
@@ -46,7 +46,7 @@ class Fetching:
     def write(self) -> None:
         """Write atomically, because the file may be read at any time."""
         self.written = time.monotonic()
-        found = {"loader": self.loader, **self.sums, "first": self.batches == 1}
+        found = {"loader": self.loader, **self.sums}
         draft = self.file.with_suffix(".draft")
         with contextlib.suppress(OSError):  # the check has ended and removed its folder
             draft.write_text(json.dumps(found))

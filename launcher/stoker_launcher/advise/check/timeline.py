@@ -23,8 +23,8 @@ LONG_S = 60.0
 STARTING = 3
 """Warm-up steps, in which kernels are selected, memory is allocated and code is compiled."""
 BLOCKS = 10
-TRAINS, TRAINED = 0.2, 3
-"""A loader trains if its batches precede this share of the optimizer steps, and at least this many."""
+TRAINED = 3
+"""A loader trains if its batches precede this many optimizer steps."""
 
 
 @dataclass
@@ -61,8 +61,6 @@ class Loader:
     batches: int = 0
     trained: int = 0
     """Optimizer steps preceded by one of its batches."""
-    optimizer_steps: int = 0
-    """Steps of all optimizers between the first and the last of these."""
     starts: list[float] = field(default_factory=list)
     """Seconds that iter() took, by epoch."""
     samples: int = 0
@@ -75,7 +73,7 @@ class Loader:
 
     @property
     def trains(self) -> bool:
-        return self.trained >= max(TRAINED, TRAINS * self.optimizer_steps)
+        return self.trained >= TRAINED
 
     @property
     def warmup(self) -> int:

@@ -87,8 +87,6 @@ class Checked:
 
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> FetchCost | None:
-    # The first fetch of a process imports and opens things; it counts only if there is nothing else.
-    sums = [one for one in sums if not one.get("first")] or sums
     samples, fetches, cpu, wall = (
         sum(one[name] for one in sums) for name in ("samples", "fetches", "cpu_s", "wall_s")
     )

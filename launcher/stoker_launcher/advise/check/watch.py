@@ -94,9 +94,6 @@ class Watch:
         self.clock: GpuClock | None = None
         self.since_step: dict[int, int] = {}
         """Thread that took batches of each loader since the last optimizer step."""
-        self.rounds = 0
-        self.begun: dict[int, int] = {}
-        """Round in which the first batch of each loader was trained."""
         self.over = False
         self.next_look = time.monotonic()
         self.process = os.getpid()
@@ -182,12 +179,9 @@ class Watch:
 
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
-        self.rounds += bool(self.since_step)
         for number, thread in self.since_step.items():
-            loader = self.loaders[number]
-            loader.trained += 1
-            loader.optimizer_steps = self.rounds - self.begun.setdefault(number, self.rounds) + 1
-            loader.in_thread |= thread != threading.get_ident()
+            self.loaders[number].trained += 1
+            self.loaders[number].in_thread |= thread != threading.get_ident()
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
@@ -242,7 +236,7 @@ class Watch:
             return
         self.over = True
         for own in self.fetchings:
-            if own.batches:
+            if own.sums:
                 own.write()
         found = {
             "ended": how,
