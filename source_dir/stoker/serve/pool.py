@@ -243,12 +243,7 @@ class CacheAffinity:
         share = there / figures["records"]
         if share >= ALL_FIT:
             return ""
-        held = sum(used for used, _ in self.usage.values())
-        limits = sorted({allowed for _, allowed in self.usage.values()})
-        each = size(limits[0]) if limits else "0 GB"
-        if len(limits) > 1:
-            each = f"{each} to {size(limits[-1])}"
-        need = ""
+        held, need = sum(used for used, _ in self.usage.values()), ""
         if figures["kept"]:
             whole = figures["kept_bytes"] / figures["kept"] * figures["records"]
             need = f", all would take about {size(whole)}"
@@ -260,7 +255,6 @@ class CacheAffinity:
             )
         return (
             f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
-            f" {count_of(len(self.usage), 'host')} of at most {each} each{need}; the others {others}. To fit"
-            " more: raise data.cache_gb, add hosts, use data.cache: disk or shrink images before the first"
-            " random transform"
+            f" {count_of(len(self.usage), 'host')}{need}; the others {others}. To fit more: raise data.cache_gb,"
+            " add hosts, use data.cache: disk or shrink images before the first random transform"
         )

@@ -111,11 +111,14 @@ class Feed:
         try:
             return prefetcher.take(self.data.stall_timeout_s)
         except LateError:
-            raise DataError(
-                f"no {self.split} batch for {self.data.stall_timeout_s:.0f} s (data.stall_timeout_s):"
-                " the CPU hosts are stuck or too slow",
-                key="data.stall_timeout_s",
-            ) from None
+            raise self._late("batch") from None
+
+    def _late(self, what: str) -> DataError:
+        return DataError(
+            f"no {self.split} {what} for {self.data.stall_timeout_s:.0f} s (data.stall_timeout_s): the CPU"
+            " hosts are stuck or too slow",
+            key="data.stall_timeout_s",
+        )
 
     def _resize(self, prefetcher: Prefetcher[Any, Any], batch_bytes: int) -> None:
         if self.times.compute_s <= 0:
@@ -135,11 +138,7 @@ class Feed:
         try:
             return ray.get(call, timeout=self.data.stall_timeout_s) or None
         except ray.exceptions.GetTimeoutError:
-            raise DataError(
-                f"step {step}: no {self.split} data for {self.data.stall_timeout_s:.0f} s"
-                " (data.stall_timeout_s)",
-                key="data.stall_timeout_s",
-            ) from None
+            raise self._late(f"data of step {step}") from None
 
     def _fetch(self, portion: StepAssignment, produced: float) -> HostBatch:
         began, cpu = time.perf_counter(), time.thread_time()

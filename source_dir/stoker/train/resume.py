@@ -172,11 +172,12 @@ def check_same_run(
     fields = getattr(type(recipe), "model_fields", {}).items()
     paths = {"data", *(info.alias or name for name, info in fields if is_path(info.annotation))}
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
+    there, here = dict(leaves(before)), dict(leaves(now))
     problems = [
-        f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
+        f"{key}: {here.get(key)!r} here, {there.get(key)!r} in {start.name}; set it back, or start"
         " from scratch with checkpoint.resume=never"
         for key in FIXED
-        if _at(now, key) != _at(before, key)
+        if here.get(key) != there.get(key)
     ]
     for name in sorted({*before["params"], *now["params"]}):
         old, new = before["params"].get(name), now["params"].get(name)
@@ -217,8 +218,8 @@ def check_same_run(
         **dict.fromkeys(course, "the learning rate continues as the new setting has it here"),
     }
     for key, effect in ((f"train.{name}", effect) for name, effect in effects.items()):
-        if _at(now, key) != _at(before, key):
-            log(f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: {effect}")
+        if here.get(key) != there.get(key):
+            log(f"{key}: {here.get(key)} here, {there.get(key)} in {start.name}: {effect}")
 
 
 def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
@@ -238,10 +239,3 @@ def fill_summary(summary: Summary, start: Checkpoint, own: bool = True) -> None:
     if own:  # started on another host; the summary of this one also has the time after the last checkpoint
         summary.started = start.meta.get("started") or summary.started
         summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
-
-
-def _at(tree: dict[str, Any], key: str) -> Any:
-    value: Any = tree
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value

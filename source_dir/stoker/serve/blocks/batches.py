@@ -58,7 +58,6 @@ class Prefetcher(Generic[Given, Item]):
         threads: int,
         limit: int,
         loaded: int = ALL,
-        first: int = 0,
         wanted: int = ALL,
         left: Callable[[], None] = lambda: None,
     ) -> None:
@@ -71,7 +70,7 @@ class Prefetcher(Generic[Given, Item]):
         self._fetching: set[int] = set()
         self._loaded: dict[int, Any] = {}
         """Items, or why there are none."""
-        self._next = self._asked = first
+        self._next = self._asked = 0
         """The item that the consumer takes next, and the next one to ask for."""
         self._asking = False
         self._over = self._ended = False
