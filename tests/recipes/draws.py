@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,13 +116,11 @@ class Split(Recipe):
 
 class Halves(Recipe):
     n: int = 40
-    shift: int = 0
-    """Another dataset of equal type and length."""
 
     def read(self, split: str) -> Any:
         from torch.utils.data import Subset
 
-        numbers = [{"number": i + self.shift} for i in range(self.n)]
+        numbers = [{"number": i} for i in range(self.n)]
         half = self.n // 2
         part = range(half) if split == "train" else range(half, self.n)
         return read_torch(Subset(numbers, list(part)), cacheable=True)  # type: ignore[arg-type]
@@ -164,37 +161,3 @@ class Plain(RecordTransform):
 class Cached(Draws):
     def preprocess(self, split: str) -> list[Any]:
         return [Plain()]
-
-
-class Unsteady:
-    """A map-style dataset with a generator of its own, which nobody can seed."""
-
-    def __init__(self, n: int = 40) -> None:
-        self.n, self.rng = n, np.random.default_rng()
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"number": index, "noise": float(self.rng.random())}
-
-
-class FromUnsteady(Cached):
-    def read(self, split: str) -> Any:
-        return read_torch(Unsteady()) if split == "train" else None
-
-
-class Lazy:
-    """Opens its file when the first record is read, as datasets do that are sent to other processes."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.file = path, None
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.file is None:
-            self.file = Path(self.path).open("rb")  # noqa: SIM115
-        self.file.seek(index)
-        return {"byte": self.file.read(1)[0]}

@@ -23,6 +23,7 @@ from spoilt import (
     JPG,
     PNG,
     Make,
+    and_then,
     at,
     bomb,
     both,
@@ -47,6 +48,7 @@ from stoker.storage.filesystems import list_files
 UP = both(linked("train/cat/up", ".."), linked("train/dog/up", ".."))
 ANOTHER_FORM = images("val/cafe\u0301/0.jpg", classes="caf\u00e9 dog")
 NO_ROWS = table(image=pa.array([], pa.binary()), label=pa.array([], pa.int64()))
+QUOTED = and_then(images(splits="a b/train"), lambda root: f"file://{root}/a%20b")
 REFUSED: dict[str, tuple[Make, str]] = {
     "a link that leads nowhere": (linked("train/cat/x.jpg", "/no"), "x.jpg: is a link to /no"),
     "a link to itself": (linked("train/cat/x.jpg", "x.jpg"), "to x.jpg, which is not there"),
@@ -78,10 +80,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "one photo": (at("x.jpg", written("x.jpg", JPG)), "x.jpg: has no folder train/"),
     "an absent folder": (at("there", images()), "there: no such file or folder"),
     "an empty folder": (lambda root: None, "the folder holds no file"),
-    "an address with %20": (
-        lambda root: (images(splits="a b/train")(root), f"file://{root}/a%20b")[1],
-        "a%20b: no such file or folder",
-    ),
+    "an address with %20": (QUOTED, "a%20b: no such file or folder"),
     "an address on the web": (lambda root: "https://host/a", "cannot read https:// addresses"),
     "an address with one slash": (lambda root: "s3:/bucket/a", "s3:/bucket/a: no such file"),
     "a truncated table": (table(change=cut), "train-0.parquet: not a whole Parquet file"),

@@ -33,11 +33,8 @@ FORMS = {
     "PPM": ".ppm .pgm .pbm",
     "JPEG2000": ".jp2 .j2k",
     "PNG": ".apng",
-    **{
-        suffix[1:].upper(): suffix
-        for suffix in [".avif", ".tga", ".pcx", ".dib", ".qoi", ".mpo", ".tiff"]
-    },
-    **{suffix[1:].upper(): suffix for suffix in [".webp", ".gif", ".bmp"]},
+    **{form: f".{form.lower()}" for form in ("AVIF", "TGA", "PCX", "DIB", "QOI", "MPO", "TIFF")},
+    **{form: f".{form.lower()}" for form in ("WEBP", "GIF", "BMP")},
 }
 MODES = {".pgm": "L", ".pbm": "1", ".gif": "P"}
 
@@ -205,25 +202,21 @@ def test_links_in_the_source_are_followed_or_refused_in_one_line(
     (source / "deep").mkdir(parents=True)
     far.mkdir()
     (far / "parts.py").write_text("")
-    (source / "linked_rows.py").write_text(
-        "from stoker.image_classification import ImageClassification as Own\n"
-    )
+    recipe = "from stoker.image_classification import ImageClassification as Own\n"
+    (source / "linked_rows.py").write_text(recipe)
     (source / "deep/linked").symlink_to(far)
     for lock in (source / ".#rows.py", source / "deep/.#rows.py"):
         lock.symlink_to("user@host.7")
-    (source / "job.yaml").write_text(
-        "name: x\nrecipe: linked_rows:Own\nparams: {data: s3://b/d}\noutput_dir: /mnt/x\n"
-    )
+    job = "name: x\nrecipe: linked_rows:Own\nparams: {data: s3://b/d}\noutput_dir: /mnt/x\n"
+    (source / "job.yaml").write_text(job)
     command = [str(source / "job.yaml"), "--on", "ray", "--address", "http://h:8265", "--offline"]
     package = tmp_path / "job.zip"
     code, errors, _ = type_command([*command, "--request", str(package)], capsys)
     assert code == 0, errors
     with zipfile.ZipFile(package) as archive:
         assert {"linked_rows.py", "deep/linked/parts.py"} <= {*archive.namelist()}
-    for target, expected in (
-        ("/nowhere", "is a link to /nowhere"),
-        (source, "is a link to a folder above it"),
-    ):
+    says = {"/nowhere": "is a link to /nowhere", str(source): "is a link to a folder above it"}
+    for target, expected in says.items():
         (source / "deep/x").symlink_to(target)
         code, errors, _ = type_command([*command, "--dry-run"], capsys)
         assert code == 2 and len(errors) == 1 and expected in errors[0]
@@ -292,17 +285,15 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
     assert not (code / "ckpt/step-00000004").exists(), "earlier checkpoints are not staged"
     assert found("small") == str(project / "small") and found("ckpt") == str(project / "ckpt")
     config = read_configuration(["--config", "job.yaml"], {}).config
-    assert config.checkpoint.dir == str(project / "ckpt"), (
-        "the run's config.yaml is read from anywhere"
-    )
+    # The run's config.yaml is read from anywhere.
+    assert config.checkpoint.dir == str(project / "ckpt")
     staged(elsewhere)
     assert found("new") == str(elsewhere / "new") and found("own.csv") == str(code / "own.csv")
     (elsewhere / "small").symlink_to(project / "small")
     assert found("small") == str(elsewhere / "small"), "the same folder"
     (elsewhere / "own.csv").write_text("")
-    with pytest.raises(
-        UsageError, match=f"own.csv: could be {elsewhere}/own.csv or {project}/own.csv; write"
-    ):
+    says = f"own.csv: could be {elsewhere}/own.csv or {project}/own.csv; write"
+    with pytest.raises(UsageError, match=says):
         found("own.csv")
     for above in (".", "", "..", "../logs"):
         (code / above).mkdir(exist_ok=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from damage import tar_of
 from pyarrow import fs
 
 from stoker.protocol import Shard
@@ -27,10 +26,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Remote:
-    def __init__(self, content: bytes) -> None:
-        self.content = content
+    """A file elsewhere; `before` is called with the place of each request, and may fail it."""
+
+    def __init__(self, content: bytes, before: Callable[[int], object] = lambda at: None) -> None:
+        self.content, self.before = content, before
         self.asked: list[int] = []
-        self.broken = -1
+        self.short = -1
         self.closed = False
 
     def size(self) -> int:
@@ -39,9 +40,8 @@ class Remote:
     def read_at(self, count: int, at: int) -> bytes:
         assert not self.closed
         self.asked.append(at)
-        if at == self.broken:
-            raise OSError("the connection broke")
-        return self.content[at : at + count]
+        self.before(at)
+        return self.content[at : at + count - (100 if at == self.short else 0)]
 
     def close(self) -> None:
         self.closed = True
@@ -66,13 +66,7 @@ def test_all_bytes_come_once_and_in_order(size: int, step: int, tmp_path: Path) 
 
 def test_the_next_chunks_are_asked_for_while_one_is_used() -> None:
     asked = threading.Semaphore(0)
-
-    class Noting(Remote):
-        def read_at(self, count: int, at: int) -> bytes:
-            asked.release()
-            return super().read_at(count, at)
-
-    file = Noting(content_of(9 * CHUNK))
+    file = Remote(content_of(9 * CHUNK), lambda at: asked.release())
     with Ahead(file) as ahead, streamed(ahead) as stream:
         stream.read(1)
         for _ in range(1 + CHUNKS_AHEAD):
@@ -82,8 +76,11 @@ def test_the_next_chunks_are_asked_for_while_one_is_used() -> None:
 
 @pytest.mark.parametrize("where", [0, 1, 4])
 def test_a_read_that_fails_is_an_error_however_often_it_is_tried(where: int) -> None:
-    file = Remote(content_of(5 * CHUNK))
-    file.broken = where * CHUNK
+    def breaks(at: int) -> None:
+        if at == where * CHUNK:
+            raise OSError("the connection broke")
+
+    file = Remote(content_of(5 * CHUNK), breaks)
     with Ahead(file) as ahead, streamed(ahead) as stream:
         assert stream.read(where * CHUNK) == file.content[: where * CHUNK]
         for _ in range(3):
@@ -92,11 +89,9 @@ def test_a_read_that_fails_is_an_error_however_often_it_is_tried(where: int) -> 
 
 
 def test_an_answer_that_is_cut_short_is_an_error_and_not_the_end() -> None:
-    class Cut(Remote):
-        def read_at(self, count: int, at: int) -> bytes:
-            return super().read_at(count - 100 if at == 2 * CHUNK else count, at)
-
-    with Ahead(Cut(content_of(5 * CHUNK))) as file, streamed(file) as stream:
+    remote = Remote(content_of(5 * CHUNK))
+    remote.short = 2 * CHUNK
+    with Ahead(remote) as file, streamed(file) as stream:
         stream.read(2 * CHUNK)
         with pytest.raises(OSError, match="900 of 1000 bytes came from byte 2000 on"):
             stream.read(CHUNK)
@@ -106,14 +101,12 @@ def test_the_file_is_closed_after_what_is_being_read() -> None:
     """A shard of which nothing more is wanted is let go while a request for it is under way."""
     begun, go_on = threading.Event(), threading.Event()
 
-    class Slow(Remote):
-        def read_at(self, count: int, at: int) -> Any:
-            if at:
-                begun.set()
-                assert go_on.wait(WAIT_S)
-            return super().read_at(count, at)
+    def waits(at: int) -> None:
+        if at:
+            begun.set()
+            assert go_on.wait(WAIT_S)
 
-    file = Slow(content_of(5 * CHUNK))
+    file = Remote(content_of(5 * CHUNK), waits)
     ahead = Ahead(file)
     stream = streamed(ahead)
     stream.read(1)
@@ -127,28 +120,25 @@ def test_the_file_is_closed_after_what_is_being_read() -> None:
 
 
 class Shards:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.files: dict[str, list[Remote]] = {}
-        for name in ("a.tar", "b.tar"):
-            with tarfile.open(folder / name, "w") as tar_file:
-                for number in range(20):
-                    member = tarfile.TarInfo(f"{number:03d}.txt")
-                    member.size = 900
-                    tar_file.addfile(member, io.BytesIO(f"{name} {number}".ljust(900).encode()))
-        self.folder = folder
+        self.contents = {
+            name: tar_of((f"{n:03d}.txt", f"{name} {n}".ljust(900).encode()) for n in range(20))
+            for name in ("a.tar", "b.tar")
+        }
 
     def open_input_file(self, path: str) -> Remote:
         name = path.rpartition("/")[2]
-        file = Remote((self.folder / name).read_bytes())
+        file = Remote(self.contents[name])
         self.files.setdefault(name, []).append(file)
         return file
 
 
 @pytest.mark.parametrize("prepared", ["bucket/a.tar", "bucket/b.tar", ""])
 def test_a_shard_that_is_prepared_is_fetched_once_and_another_is_let_go(
-    prepared: str, tmp_path: Path
+    prepared: str,
 ) -> None:
-    shards = Shards(tmp_path)
+    shards = Shards()
     files = [fs.FileInfo(f"bucket/{name}", fs.FileType.File, size=1) for name in ("a.tar", "b.tar")]
     source = webdataset.WebDatasetSource(files, shards)
     if prepared:

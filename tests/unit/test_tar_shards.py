@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -225,12 +226,9 @@ def write(folder: Path, *shards: Members, split: str = "train") -> None:
         (folder / f"{split}-{number}.tar").write_bytes(tar_of(members))
 
 
-def shard(suffix: str, value: Any, count: int = 6, name: str = "{}") -> Members:
-    return [
-        member
-        for i in range(count)
-        for member in ((f"{name.format(i)}.jpg", jpg(i)), (f"{name.format(i)}.{suffix}", value(i)))
-    ]
+def shard(suffix: str, value: Any) -> Members:
+    members = [[(f"{i}.jpg", jpg(i)), (f"{i}.{suffix}", value(i))] for i in range(6)]
+    return [*itertools.chain(*members)]
 
 
 def trained(folder: Path, split: str = "train", **params: Any) -> list[tuple[int, int]]:
@@ -243,22 +241,26 @@ def trained(folder: Path, split: str = "train", **params: Any) -> list[tuple[int
     return sorted(found)
 
 
+def number(i: int) -> bytes:
+    return b"%d" % (i % 3)
+
+
 def text(i: int) -> bytes:
     return CLASSES[i % 3].encode()
 
 
 FORMS: dict[str, tuple[str, Any, str]] = {
-    "cls": ("cls", lambda i: b"%d" % (i % 3), "label"),
+    "cls": ("cls", number, "label"),
     "class": ("class", lambda i: b"%d\n" % (i % 3), "label"),
-    "label": ("label", lambda i: b"%d" % (i % 3), "label"),
-    "index": ("index", lambda i: b"%d" % (i % 3), "label"),
-    "inx": ("inx", lambda i: b"%d" % (i % 3), "label"),
+    "label": ("label", number, "label"),
+    "index": ("index", number, "label"),
+    "inx": ("inx", number, "label"),
     "a number in JSON": ("json", lambda i: b'{"id": 7, "nr": %d}' % (i % 3), "json.nr"),
     "a fraction of 0": ("json", lambda i: json.dumps({"x.y": float(i % 3)}).encode(), "json.x.y"),
     "a name in JSON": ("json", lambda i: json.dumps({"c": CLASSES[i % 3]}).encode(), "json.c"),
-    "named JSON": ("label.json", lambda i: b"%d" % (i % 3), "label"),
+    "named JSON": ("label.json", number, "label"),
     "a name in named JSON": ("a.json", lambda i: json.dumps(CLASSES[i % 3]).encode(), "a"),
-    "a number in text": ("txt", lambda i: b"%d" % (i % 3), "text"),
+    "a number in text": ("txt", number, "text"),
     "a name in text": ("txt", lambda i: text(i) + b"\n", "text"),
     "a name in named text": ("breed.txt", text, "breed"),
     "a name in an id": ("id", text, "id"),
@@ -289,11 +291,7 @@ def test_a_label_is_read_from_the_member_that_is_named(
 def test_class_folders_give_the_labels_in_the_order_of_their_names(
     root: str, tmp_path: Path
 ) -> None:
-    members = [
-        (f"{root}{CLASSES[i % 3]}/{i}.{suffix}", content)
-        for i in range(6)
-        for suffix, content in (("jpg", jpg(i)), ("txt", b"photo %d" % i))
-    ]
+    members = [(f"{root}{CLASSES[int(name[0]) % 3]}/{name}", c) for name, c in shard("txt", text)]
     write(tmp_path, members[:8], members[8:])
     write(tmp_path, members[2:4], split="val")
     folder = {"label_column": "folder"}
@@ -384,7 +382,7 @@ def test_shards_without_the_declared_label_are_refused_with_what_to_write(
 
 def test_labels_of_two_kinds_in_two_splits_are_refused(tmp_path: Path) -> None:
     write(tmp_path, shard("label.json", lambda i: json.dumps(CLASSES[i % 3]).encode()))
-    write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)), split="val")
+    write(tmp_path, shard("cls", number), split="val")
     with pytest.raises(UsageError, match="column label is text in train and int64 in val"):
         opened(tmp_path)
 
@@ -404,7 +402,7 @@ def test_text_in_shards_that_are_not_read_before_training_needs_the_classes(
         with pytest.raises(UsageError, match=r"params.num_classes: is required"):
             opened(tmp_path, **params)
     assert trained(tmp_path, class_names=list(CLASSES), **params) == [(i, i % 3) for i in range(6)]
-    write(tmp_path, shard("cls", lambda i: b"%d" % (i % 3)))
+    write(tmp_path, shard("cls", number))
     if given:
         assert trained(tmp_path, **given) == [(i, i % 3) for i in range(6)]
 
@@ -425,7 +423,7 @@ def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path:
         extra = tarfile.TarInfo("backup")
         extra.type, extra.size = kind, len(content)
         padded = content.ljust(-(-len(content) // 512) * 512, b"\0")
-        rest = tar_of(shard("cls", lambda i: b"%d" % (i % 3)), tarfile.GNU_FORMAT)
+        rest = tar_of(shard("cls", number), tarfile.GNU_FORMAT)
         header = extra.tobuf(tarfile.GNU_FORMAT)
         (tmp_path / "train-0.tar").write_bytes(header + padded + rest)
 
@@ -440,7 +438,7 @@ def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path:
 
 
 def test_the_same_names_in_two_shards_are_two_records(tmp_path: Path) -> None:
-    write(tmp_path, *(shard("cls", lambda i: b"%d" % (i % 3)) for _ in range(2)))
+    write(tmp_path, *(shard("cls", number) for _ in range(2)))
     assert trained(tmp_path) == sorted(2 * [(i, i % 3) for i in range(6)])
 
 

@@ -291,28 +291,21 @@ def test_a_run_gets_the_parameters_as_its_file_has_them(tmp_path: Path) -> None:
     assert flat_config(tmp_path)["params.any.2024-01-31"] == '["2024-01-31", "2024-01-31T10:00:00"]'
     assert math.isnan(again.pop("rate")) and math.isnan(first.config.params.pop("rate"))
     assert set(again.pop("bag")) == first.config.params.pop("bag") and again == first.config.params
-    objects = {
-        "any": Path("/a"),
-        "rate": np.float64("inf"),
-        "colour": Colour.RED,
-        "pair": (1, "b"),
-        "raw": enum.Enum("Raw", {"X": b"\xff"}).X,
-        "bytes": b"\xff",
-    }
     (tmp_path / "job.secrets.json").unlink()
     breaks = "a\x85b\u2028c \u2029\nd"
-    objects |= {"text": breaks, breaks: 1}
-    staged.write_text(resolved_yaml(load({"params": objects})), encoding="utf-8")
-    assert load(staged).config.params == {
-        "text": breaks,
-        breaks: 1,
-        "any": "/a",
-        "rate": math.inf,
-        "colour": "red",
-        "pair": [1, "b"],
-        "raw": "_w==",
-        "bytes": b"\xff",
+    objects = {
+        "any": (Path("/a"), "/a"),
+        "rate": (np.float64("inf"), math.inf),
+        "colour": (Colour.RED, "red"),
+        "pair": ((1, "b"), [1, "b"]),
+        "raw": (enum.Enum("Raw", {"X": b"\xff"}).X, "_w=="),
+        "bytes": (b"\xff", b"\xff"),
+        "text": (breaks, breaks),
+        breaks: (1, 1),
     }
+    given, meant = ({name: both[i] for name, both in objects.items()} for i in (0, 1))
+    staged.write_text(resolved_yaml(load({"params": given})), encoding="utf-8")
+    assert load(staged).config.params == meant
 
 
 AS_TEXT = {
