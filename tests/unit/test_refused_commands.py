@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 
 from stoker.config.loading import load
-from stoker.errors import UsageError
-from stoker.recipe import load_recipe
 from stoker_launcher.job import open_job
 from stoker_launcher.notebook import plan
 from tests.command_line import type_command
@@ -214,6 +212,13 @@ remote.yaml --on rehearsal --dry-run rehearsal.faults=[burn:algo-1@3s]  →  reh
 remote.yaml --on rehearsal --dry-run rehearsal.faults=[kill:algo-1]  →  rehearsal.faults:
 remote.yaml --on rehearsal --dry-run rehearsal.faults=['kill:algo-1@/(/']  →  rehearsal.faults:
 remote.yaml --on rehearsal --dry-run cluster.gpu_group=gpus  →  cluster.gpu_group:
+job.yaml --show-config --source-dir . recipe=price:Prices  →  recipe: no module price in
+job.yaml --show-config --source-dir . recipe=prces:Prices  →  did you mean prices?
+job.yaml --show-config --source-dir . recipe=prices:Price  →  has no Price; did you mean Prices?
+job.yaml --show-config --source-dir . recipe=prices.Prices  →  'prices.Prices' is not of the form
+job.yaml --show-config --source-dir . recipe=ImageClassificaton  →  did you mean ImageClassification?
+job.yaml --show-config --source-dir . recipe=unclosed:Prices  →  SyntaxError:
+job.yaml --show-config --source-dir . recipe=needy:Prices  →  needs the module 'timmm', which is not installed
 """)
 """What is typed → a part of the line, mostly with its key."""
 
@@ -243,6 +248,8 @@ def test_a_value_beyond_the_bounds_of_its_key_is_refused_by_the_keys_name(word: 
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with jobs and scripts, where a command is typed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "prices", raising=False)
     for name, content in {
         "job.yaml": "seed: 1\n",
         "jobs/job.yaml": GOOD,
@@ -253,6 +260,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "fine.py": "",
         "train.py": "",
         "broken.py": "def f(:\n",
+        "prices.py": "from stoker.recipe import Recipe\nclass Prices(Recipe): ...\n",
+        "unclosed.py": "def broken(:\n",
+        "needy.py": "import timmm\n",
     }.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(content)
@@ -294,38 +304,6 @@ def test_all_errors_come_at_once(here: Path, capsys: pytest.CaptureFixture[str])
     assert len(type_command(["job.yaml", "data.order=no"], capsys)[1]) == 4
     wrong = ["slurm.gpu.extra=[--qos=x]", "slurm.max_runtime_s=1", "output_dir=runs"]
     assert len(type_command(["slurm.yaml", *wrong, "--on", "slurm"], capsys)[1]) == 3
-
-
-RECIPES = {
-    "no such module": ("", "price:Prices", "no module price in "),
-    "a module with a typing error": ("", "prces:Prices", "did you mean prices?"),
-    "no such class": ("", "prices:Price", "has no Price; did you mean Prices?"),
-    "no path": ("", "prices.Prices", "'prices.Prices' is not of the form package.module:name"),
-    "no such short name": ("", "ImageClassificaton", "did you mean ImageClassification?"),
-    "a syntax error": ("def broken(:\n", "prices:Prices", "SyntaxError: "),
-    "an absent package": (
-        "import timmm\n",
-        "prices:Prices",
-        "needs the module 'timmm', which is not installed",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RECIPES)
-def test_a_wrong_recipe_is_refused_in_one_line(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, recipe, expected = RECIPES[case]
-    (tmp_path / "prices.py").write_text(
-        f"{first}from stoker.recipe import Recipe\n\n\nclass Prices(Recipe):\n    pass\n"
-    )
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "prices", raising=False)
-    with pytest.raises(UsageError) as caught:
-        load_recipe(recipe, {}, tmp_path)
-    (problem,) = caught.value.problems
-    assert problem.startswith("recipe: ") and expected in problem
-    assert "recipe.py" not in problem, "no file of ours is named"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
