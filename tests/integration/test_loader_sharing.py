@@ -267,11 +267,13 @@ class Stream(IterableDataset):
 
 class Records(Dataset):
     def __init__(self, asks):
-        self.asks = asks
+        self.asks, self.mine = asks, None
     def __len__(self):
         return 80
     def __getitem__(self, index):
-        return index, self.asks() if index > 40 else None
+        if index > 40 and self.mine is None:
+            self.mine = self.asks()
+        return index, self.mine if index > 40 else None
 
 dist.init_process_group("gloo")
 for asks in (by_group, by_environment):

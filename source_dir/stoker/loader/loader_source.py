@@ -58,9 +58,9 @@ _open: weakref.WeakSet[LoaderSource] = weakref.WeakSet()
 
 
 def _close_others(own: weakref.ref[LoaderSource]) -> bool:
-    others = [other for other in _open if other is not own() and other._work is not None]
+    others = [other for other in _open if other is not own() and other._works]
     for other in others:
-        other._work = None
+        other._works.clear()
     gc.collect()
     return bool(others)
 
@@ -74,7 +74,8 @@ class LoaderSource:
         self.pages, self.stays, self.name = pages, stays, name
         self._folder = ""
         self._script = ScriptState()
-        self._work: LoaderWork | None = None
+        self._works: dict[Rank | None, LoaderWork] = {}
+        """The copy of a map-style dataset; one for each rank once the code has asked for it."""
         self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
         self._own = False
@@ -147,12 +148,15 @@ class LoaderSource:
         self, order: LoadRequest, began: bool, room: Room
     ) -> Iterator[tuple[list[Parts], bool]]:
         if not self.stays:
-            if self._work is None:
-                self._work = opened(self.pages[1])
-                self._work.close_others = partial(_close_others, weakref.ref(self))
+            rank = order.rank if self._own else None
+            if rank not in self._works:
+                self._works.pop(None, None)
+                self._works[rank] = work = opened(self.pages[1])
+                work.close_others = partial(_close_others, weakref.ref(self))
                 _open.add(self)
-            self._work.tell, self.tell = self.tell, None
-            return self._work.run(order, room)
+            work = self._works[rank]
+            work.tell, self.tell = self.tell, None
+            return work.run(order, room)
         try:
             return copy_for(order, self.pages[1], self._copies, began).run(order, room)
         except BaseException as error:

@@ -119,9 +119,7 @@ class ClusterMaker:
         self._ranks, self._parts = loader.ranks()[0], loader.parts()
         self._service, kept = job.service, loader.kept
         self._transport = job.transport.for_pass(self._stall_s, "stall_timeout_s")
-        # Ranks do not share copies of a dataset, which may have asked for their rank.
-        own = f"rank {loader.ranks()[1]}" if loader.persistent_workers else self._key
-        split = f"{kept.name}/{own}"
+        split = kept.name if loader.persistent_workers else f"{kept.name}/{self._key}"
         if loader._keeps:
             kept.served_by(job.service)
             split = f"{kept.name}/{kept.token}"
