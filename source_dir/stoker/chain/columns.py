@@ -163,13 +163,9 @@ def pack_columns(
 
 
 def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
-    found = {
-        name: Column(TEXT)
-        if values.dtype == object
-        else Column(_name(values.dtype), values.shape[1:])
-        for name, values in columns.items()
-    }
-    return Schema(found, record, pads)
+    found = {n: Column(_name(values.dtype), values.shape[1:]) for n, values in columns.items()}
+    texts = [name for name, values in columns.items() if values.dtype == object]
+    return Schema(found | dict.fromkeys(texts, Column(TEXT)), record, pads)
 
 
 @cache
@@ -197,9 +193,8 @@ def _complete(
             good.append(record)
         else:
             lacks = f"no column {hole!r}, which other records have"
-            bad.append(
-                BadRecord(record["key"], f"column {hole!r} is None" if hole in record else lacks)
-            )
+            why = f"column {hole!r} is None" if hole in record else lacks
+            bad.append(BadRecord(record["key"], why))
     return good, bad
 
 
@@ -228,9 +223,7 @@ def _kind(
     if stage:
         kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
     if pad is not None:
-        kinds = [
-            kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds
-        ]
+        kinds = [k._replace(shape=(-1, *k.shape[1:])) if k.shape else k for k in kinds]
         _refuse_pad(name, keys[0], kinds[0], pad)
     wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
     for key, kind, value in zip(keys, kinds, values, strict=False):
@@ -308,9 +301,8 @@ def _stack(
     try:
         return np.array(values, dtype=kind.dtype)
     except OverflowError:
-        key = next(
-            k for k, value in zip(keys, values, strict=True) if not -(2**63) <= value < 2**63
-        )
+        both = zip(keys, values, strict=True)
+        key = next(k for k, value in both if not -(2**63) <= value < 2**63)
         raise SchemaError(
             f"column {name!r}: the number in record {key} does not fit {kind.dtype}"
         ) from None

@@ -174,10 +174,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
                 return None
             if content[at + 4] != 8 or content[at + 9] not in (1, 3):
                 return None
-            rows, columns = (
-                int.from_bytes(content[at + 5 : at + 7]),
-                int.from_bytes(content[at + 7 : at + 9]),
-            )
+            rows, columns = struct.unpack_from(">HH", content, at + 5)
             frame = (rows, columns, at + 5, content[at + 9], marker)
         elif marker == 0xE1:
             part = content[at : at + 2 + length]
@@ -313,11 +310,8 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
         return array
     if orientation in _TRANSPOSED:
         array = array.swapaxes(0, 1)
-    # Orientation → whether rows, and whether columns, are reversed.
-    rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[
-        orientation
-    ]
-    return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
+    rows_reversed, columns_reversed = orientation in (3, 4, 7, 8), orientation in (2, 3, 6, 7)
+    return array[:: -1 if rows_reversed else 1, :: -1 if columns_reversed else 1].copy()
 
 
 def as_stored(array: NDArray[Any], orientation: int) -> NDArray[Any]:

@@ -88,12 +88,8 @@ def _as_one(run: list[Stage]) -> list[Stage]:
         whole.gives_tensor = run[-1].apply.gives_tensor  # type: ignore[attr-defined]
     else:
         whole = Fused(run)
-    uses_torch = any(stage.uses_torch for stage in run)
-    random, uses_random = (
-        any(stage.random for stage in run),
-        any(stage.uses_random for stage in run),
-    )
-    return [Stage(name, "record", whole, uses_torch, random, uses_random)]
+    draws = (any(getattr(s, n) for s in run) for n in ("uses_torch", "random", "uses_random"))
+    return [Stage(name, "record", whole, *draws)]
 
 
 class Fused(RecordTransform):
@@ -150,9 +146,8 @@ def native(module: Any) -> ImageTransform | GaussianBlurs | None:
         return None
     name = type(module).__name__
     if name == "Compose":
-        parts = [
-            part for part in map(native, module.transforms) if isinstance(part, ImageTransform)
-        ]
+        replaced = map(native, module.transforms)
+        parts = [part for part in replaced if isinstance(part, ImageTransform)]
         return Compose(parts) if parts and len(parts) == len(module.transforms) else None
     if name == "CenterCrop":
         return CenterCrop(module.size)
@@ -241,10 +236,8 @@ def declare(stages: list[Stage]) -> None:
             entry = copy(entry)  # another chain may have the same
             entry.declared = declared
             stages[number] = replace(stage, apply=entry)
-            drawn = stage.random and (
-                isinstance(entry, ImageTransform) or moves_pixels(entry.module)
-            )
-            moved = stage.name if drawn else moved
+            if stage.random and (isinstance(entry, ImageTransform) or moves_pixels(entry.module)):
+                moved = stage.name
 
 
 _OF_STOKER = (ImageTransform, ImageModule, GaussianBlurs, CheckLabel, DecodeImage)
@@ -315,8 +308,6 @@ def _as_stage(entry: Any, position: int) -> Stage:
 
 
 def _of_transform(name: str, entry: RecordTransform) -> Stage:
-    uses_torch, uses_random = (
-        getattr(entry, "uses_torch", False),
-        entry.random and entry.uses_random,
-    )
+    uses_torch = getattr(entry, "uses_torch", False)
+    uses_random = entry.random and entry.uses_random
     return Stage(name, "record", entry, uses_torch, entry.random, uses_random)

@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _NEVER_RANDOM = {
-    *(
-        "CenterCrop",
-        "ConvertImageDtype",
-        "Grayscale",
-        "Identity",
-        "Normalize",
-        "PILToTensor",
-        "Pad",
-        "RGB",
-    ),
-    *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
+    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor"),
+    *("Pad", "RGB", "Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
 }
 """Torchvision transforms that draw nothing; any other counts as random."""
 

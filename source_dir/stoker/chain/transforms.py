@@ -358,12 +358,10 @@ class GaussianBlurs(RecordTransform):
 
         image = record_image(record)
         sigmas = [torch.empty(1).uniform_(*limits).item() for _, limits in self.blurs]
-        as_tensor = self.gives_tensor
+        as_tensor, array = self.gives_tensor, image
         if isinstance(image, torch.Tensor):
             as_tensor = True
             array = image.permute(1, 2, 0).numpy() if image.ndim == 3 else None
-        else:
-            array = image
         if array is None or not self._fits(array):
             return {**record, "image": self._by_torchvision(image, sigmas)}
         out = self.blurred(array, sigmas)
@@ -380,12 +378,9 @@ class GaussianBlurs(RecordTransform):
         import cv2
         import numpy as np
 
-        across = kernel(
-            [(size[0], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)]
-        )
-        down = kernel(
-            [(size[1], sigma) for (size, _), sigma in zip(self.blurs, sigmas, strict=True)]
-        )
+        sizes = [size for size, _ in self.blurs]
+        across = kernel([*zip((x for x, _ in sizes), sigmas, strict=True)])
+        down = kernel([*zip((y for _, y in sizes), sigmas, strict=True)])
         source = np.ascontiguousarray(array)
         out = cv2.sepFilter2D(source, cv2.CV_32F, across, down, borderType=cv2.BORDER_REFLECT_101)
         if array.dtype == np.uint8:
