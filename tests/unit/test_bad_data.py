@@ -145,6 +145,7 @@ QUARANTINED: dict[str, tuple[Make, str] | tuple[Make, str, str]] = {
     "a phone's photo with another name": (one(HEIC), "not an image"),
     "a document": (one(b"%PDF-1.7"), "not an image"),
     "a JPEG that is cut": (one(cut(JPG)), "cannot be decoded: Premature end of JPEG file"),
+    "a JPEG without its size": (one(JPG[: JPG.index(b"\xff\xc0") + 8]), "cannot be decoded"),
     "a JPEG that is half zeros": (one(cut(JPG) + bytes(len(JPG) // 2)), "Premature end of JPEG"),
     "a JPEG with a hole": (one(JPG[:700] + bytes(200) + JPG[900:]), "Corrupt JPEG data"),
     # Pillow would give an image: the decoder takes some of these bytes for its last bits.

@@ -134,6 +134,17 @@ def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(opened.values()) == {3}
 
 
+def test_a_file_that_is_gone_is_read_once(tmp_path: Path) -> None:
+    spoilt.images(splits="train", classes="a b")(tmp_path)
+    source = read_images(str(tmp_path), "train")
+    assert source
+    (tmp_path / "train/a/0.jpg").unlink()
+    [shard] = source.shards(10, None)
+    [bad, *whole] = source.read(shard, None)
+    assert isinstance(bad, BadRecord) and bad.reason.startswith("cannot be read: FileNotFoundError")
+    assert len(whole) == 3
+
+
 class FlakyFiles:
     """A file system whose opens fail by number."""
 

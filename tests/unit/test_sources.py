@@ -23,6 +23,7 @@ from stoker.data import (
     read_any,
     read_images,
     read_parquet,
+    read_range,
     read_torch,
 )
 from stoker.errors import SchemaError, UsageError
@@ -109,6 +110,10 @@ def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> Non
     assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn", name="item 1")
     with pytest.raises(UsageError, match="needs a map-style dataset"):
         read_torch(iter([]))
+    with pytest.raises(UsageError, match="the dataset is empty"):
+        checked(read_torch([]))
+    with pytest.raises(UsageError, match=r"read_range\(0\): a split needs at least one record"):
+        read_range(0)
 
 
 def test_files_of_one_name_in_several_folders_keep_their_records_apart(tmp_path: Path) -> None:
