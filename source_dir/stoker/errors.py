@@ -172,6 +172,15 @@ class Problems:
     def __init__(self) -> None:
         self._problems: dict[ErrorLine, None] = {}
 
+    def add(self, *lines: str) -> None:
+        self._problems |= dict.fromkeys(UsageError(*lines).problems)
+
+    def __bool__(self) -> bool:
+        return bool(self._problems)
+
+    def about(self, key: str) -> bool:
+        return any(problem.key == key for problem in self._problems)
+
     def __enter__(self) -> None:
         pass
 
@@ -184,7 +193,7 @@ class Problems:
 
     def refuse(self) -> None:
         """Raise one UsageError with all problems, each once."""
-        if self._problems:
+        if self:
             raise UsageError(*self._problems)
 
 

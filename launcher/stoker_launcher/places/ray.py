@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from stoker import figures
 from stoker.config.loading import leaves, secrets_json
 from stoker.config.redaction import redact
-from stoker.errors import UsageError
+from stoker.errors import Problems, UsageError
 from stoker.hosts import requirements
 from stoker.place import PLACE_VARIABLE, RUN_DIR_VARIABLE
 from stoker_launcher.job import COMMAND, Job, Staged, files_below, write_private
@@ -35,7 +35,6 @@ from stoker_launcher.places import Place
 from stoker_launcher.places.remote import (
     UnansweredError,
     WatchedRun,
-    collected,
     created_once,
     stamp,
 )
@@ -161,22 +160,21 @@ class RayRun(WatchedRun):
 def plan(
     job: Job, *, address: str | None = None, offline: bool = False, install: bool = False
 ) -> RayRequest:
-    problems: list[str] = []
+    problems = Problems()
     name = f"{job.name}-{stamp()}"
     output = job.resolved.config.output_dir
     if not PurePosixPath(output).is_absolute():
-        problems.append(
+        problems.add(
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " a relative one is deleted with the job's working directory"
         )
     instead = "params, on storage that the hosts share"
     staged = Staged(job, {})
-    problems += staged.problems(instead, PACKAGE_LIMIT_BYTES)
+    problems.add(*staged.problems(instead, PACKAGE_LIMIT_BYTES))
     pip = _pip(staged.folder) if install else ()
-    found = collected(problems, lambda: _cluster(address, offline), None)
-    if problems:
-        raise UsageError(*problems)
-    server, versions, warnings = found
+    with problems:
+        server, versions, warnings = _cluster(address, offline)
+    problems.refuse()
     warnings += [
         f"params.{parameter} = {path} must exist on the cluster's hosts too"
         for parameter, path in job.data.items()

@@ -160,15 +160,6 @@ def nearest_of(path: str, found: Mapping[str, Value]) -> Value | None:
     return found.get(path)
 
 
-def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
-    """The answer; if there is none, the default, and what is wrong is added to the problems."""
-    try:
-        return ask()
-    except UsageError as error:
-        problems += error.problems
-        return default
-
-
 class UploadStore(Protocol):
     def exists(self, uri: str) -> bool: ...
     def send(self, file: Path, uri: str) -> None: ...

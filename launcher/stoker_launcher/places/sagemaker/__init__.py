@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stoker.errors import UsageError
+from stoker.errors import Problems, UsageError
 from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table
 from stoker.place import TOKEN_FILE
@@ -23,7 +23,6 @@ from stoker_launcher.places.remote import (
     LogEntry,
     Tell,
     UnansweredError,
-    collected,
     created_once,
     stamp,
     usd_per_hour,
@@ -47,37 +46,39 @@ _ORIGIN = re.compile(r"^\[(?P<group>.+) (?P<host>\S+) (?:head|worker|start)\] ?(
 def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMakerRequest:
     """`written`: to a file, instead of being submitted."""
     settings = job.resolved.config.sagemaker
-    problems: list[str] = []
+    problems = Problems()
     region = aws.region_of(settings.region) or ""
     known = region in aws.regions()
     if not region:
-        problems.append(
+        problems.add(
             "sagemaker.region: not set, and the AWS profile has none; for example us-east-1"
         )
     elif not known:
-        problems.append(f"sagemaker.region: AWS has no such region (got {region!r})")
+        problems.add(f"sagemaker.region: AWS has no such region (got {region!r})")
     s3_uri = settings.s3_uri
     if s3_uri is None:
         account = OFFLINE_ACCOUNT
         if offline:
-            problems.append("sagemaker.s3_uri: needed with --offline; set it to s3://bucket/prefix")
+            problems.add("sagemaker.s3_uri: needed with --offline; set it to s3://bucket/prefix")
         elif known:
-            account = collected(problems, lambda: aws.account_id(region), OFFLINE_ACCOUNT)
+            with problems:
+                account = aws.account_id(region)
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
     if not (offline or known):
-        collected(problems, aws.refuse_without_credentials, None)
+        with problems:
+            aws.refuse_without_credentials()
     wanted, *others = requests_of(job, stamp(), region, s3_uri)
     for one in (wanted, *others):
-        problems += sagemaker_rules.problems(one)
+        problems.add(*sagemaker_rules.problems(one))
     if others and (written or settings.queue is not None):
         with_what = "--request" if written else "sagemaker.queue, which waits for capacity itself"
-        problems.append(f"sagemaker.gpu.type: name one type with {with_what}")
+        problems.add(f"sagemaker.gpu.type: name one type with {with_what}")
     staged = Staged(wanted.job, wanted.data_at)
-    problems += staged.problems("params or sagemaker.channels")
-    if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
-        problems += collected(problems, lambda: list(aws.existence_problems(wanted)), [])
-    if problems:
-        raise UsageError(*dict.fromkeys(problems))
+    problems.add(*staged.problems("params or sagemaker.channels"))
+    if not offline and not problems.about("AWS") and known:
+        with problems:
+            problems.add(*aws.existence_problems(wanted))
+    problems.refuse()
     notes = tuple(sagemaker_rules.warnings(wanted))
     return replace(wanted, staged=staged, warnings=notes, alternatives=tuple(others))
 

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from stoker.errors import UsageError
+from stoker.errors import Problems, UsageError
 from stoker.events.prices import spot_note
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
 from stoker_launcher.job import Job, Staged
@@ -17,7 +17,6 @@ from stoker_launcher.places.remote import (
     CloudRun,
     LogEntry,
     Tell,
-    collected,
     job_name,
     stamp,
 )
@@ -40,20 +39,17 @@ _WORDS = {
 
 def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     settings = job.resolved.config.vertex
-    problems: list[str] = []
-    project = collected(problems, lambda: google_cloud.project_of(settings.project, offline), "")
+    problems, project = Problems(), ""
+    with problems:
+        project = google_cloud.project_of(settings.project, offline)
     uri = (settings.gcs_uri or "gs://bucket").rstrip("/")
     wanted = request_of(job, job_name(job.name, stamp()), project, uri)
-    found: list[str] = []
-    found += collected(found, lambda: custom_job.problems(wanted), [])
-    # Missing credentials also explain why no project is known.
-    problems += [
-        line for line in found if not (problems and line.startswith("vertex.project: not set"))
-    ]
+    with problems:
+        # Missing credentials also explain why no project is known.
+        problems.add(*custom_job.problems(wanted, bool(project or problems)))
     staged = Staged(wanted.job, wanted.data_at)
-    problems += staged.problems("params")
-    if problems:
-        raise UsageError(*dict.fromkeys(problems))
+    problems.add(*staged.problems("params"))
+    problems.refuse()
     return replace(wanted, staged=staged, warnings=tuple(custom_job.warnings(wanted)))
 
 

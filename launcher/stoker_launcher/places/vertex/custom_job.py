@@ -211,12 +211,12 @@ def _pool_specs(made: VertexRequest) -> list[dict[str, Any]]:
     ]
 
 
-def problems(request: VertexRequest) -> list[str]:
+def problems(request: VertexRequest, has_project: bool) -> list[str]:
     """What is wrong before anything is uploaded; the client library's own types have the last word."""
     settings, pools = request.settings, request.groups
     absent = {
         "project: not set, and the credentials name none; set it, or run `gcloud auth application-default"
-        " login`": not request.project,
+        " login`": not has_project,
         "gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix": (
             settings.gcs_uri is None
         ),
