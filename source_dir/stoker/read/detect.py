@@ -240,12 +240,8 @@ def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[
         return None
     wrong = f"{data}: column {column} {{}}; labels must be integers or text"
     # pandas writes integers beside a NULL as floats, and Snowflake as decimals.
-    is_number = (
-        pa.types.is_integer,
-        pa.types.is_boolean,
-        pa.types.is_floating,
-        pa.types.is_decimal,
-    )
+    types = pa.types
+    is_number = types.is_integer, types.is_boolean, types.is_floating, types.is_decimal
     if not (is_text(kind) or any(test(kind) for test in is_number)):
         raise UsageError(wrong.format(f"is {kind}"))
     found = source.unique(column) if hasattr(source, "map_batches") else source.label_values(column)

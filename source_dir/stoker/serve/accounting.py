@@ -59,11 +59,8 @@ class EpochAccount:
     def take(self, report: BlockReport, node: str) -> None:
         due = self.due.get(report.shard, 0)
         if report.shard in self.ended or report.nth != due:
-            awaited = (
-                "none was to follow"
-                if report.shard in self.ended
-                else f"block {due} was the next one"
-            )
+            ended = report.shard in self.ended
+            awaited = "none was to follow" if ended else f"block {due} was the next one"
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: block {report.nth} of shard number {report.shard}"
                 f" arrived, but {awaited}",
@@ -121,9 +118,8 @@ class EpochAccount:
                 key="account.counts",
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
-            changed = (
-                ", or the data has changed since the checkpoint" if self.carried.trained else ""
-            )
+            resumed = bool(self.carried.trained)
+            changed = ", or the data has changed since the checkpoint" if resumed else ""
             raise DataError(
                 f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
                 f" records came twice and others are missing{changed}",

@@ -46,7 +46,7 @@ class Data:
 
     def notes(self) -> list[str]:
         """Lines on what lies beside the records and is not read."""
-        beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
+        beside = [note for source in self.sources.values() for note in source.notes]
         return [*dict.fromkeys(beside)]
 
     def identity(self, split: str) -> str:
@@ -192,11 +192,7 @@ def cache_note(config: Config) -> str:
 
 
 def refuse_other_classes(data: Data) -> None:
-    of = {
-        split: source.classes()
-        for split, source in data.sources.items()
-        if isinstance(source, Source)
-    }
+    of = {split: source.classes() for split, source in data.sources.items()}
     train, val = of.get("train"), of.get("val")
     if train is not None and val is not None and train != val:
         raise UsageError(

@@ -92,15 +92,10 @@ def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
 
 def modes(config: Config, recipe: Recipe) -> dict[str, str]:
     """min or max by metric, where the configuration or `higher_is_better` of torchmetrics says so."""
-    higher = {
-        f"val/{name}": getattr(metric, "higher_is_better", None)
-        for name, metric in metrics_by_name(recipe).items()
-    }
-    said = {
-        name: "max" if is_better else "min"
-        for name, is_better in higher.items()
-        if is_better is not None
-    }
+    said = dict[str, str]()
+    for name, metric in metrics_by_name(recipe).items():
+        if (is_better := getattr(metric, "higher_is_better", None)) is not None:
+            said[f"val/{name}"] = "max" if is_better else "min"
     return said | {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
 
 

@@ -117,14 +117,8 @@ def resource() -> Mapping[str, Any] | None:
 def unmounted(variables: Mapping[str, str]) -> str:
     """The first output address whose bucket is not mounted; empty if all are."""
     uris = [variables[name] for name in OUTPUT_VARIABLES]
-    return next(
-        (
-            uri
-            for uri in uris
-            if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()
-        ),
-        "",
-    )
+    buckets = {uri: MOUNTS / uri.removeprefix("gs://").partition("/")[0] for uri in uris}
+    return next((uri for uri, bucket in buckets.items() if not bucket.is_dir()), "")
 
 
 def _owner(variables: Mapping[str, str]) -> str:

@@ -164,11 +164,8 @@ class Prefetcher(Generic[Given, Item]):
     def _may_ask(self) -> bool:
         """Ask when all that was given is fetched or being fetched, and there is room enough for a call."""
         idle = not (self._asking or self._ended or self._given)
-        return (
-            idle
-            and self._asked < self._wanted
-            and self._room() >= min(ASKED_AT_ONCE, self.limit // 2)
-        )
+        has_room = self._room() >= min(ASKED_AT_ONCE, self.limit // 2)
+        return idle and has_room and self._asked < self._wanted
 
     def _is_last(self) -> bool:
         return self._ended and not self._given
