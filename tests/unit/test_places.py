@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import yaml
 
-from stoker.errors import UsageError
 from stoker_launcher import job as launched
 from stoker_launcher import run_directory
 from stoker_launcher.job import Job
@@ -17,6 +16,7 @@ from stoker_launcher.places import names
 from tests.clouds import WORDS
 from tests.command_line import type_command
 from tests.pages import DOCS
+from tests.refusals import refused
 
 JOB = """
 name: same
@@ -151,12 +151,6 @@ def test_a_submit_loads_the_recipe_once_and_stages_the_source_once(
     assert (stage.call_count, loaded.call_count) == (1, 1)
 
 
-def test_runs_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
-    planned = tmp_path / "runs/a-20260101-000000"
-    made = [run_directory.create(planned) for _ in range(3)]
-    assert [path.name.removeprefix(planned.name) for path in made] == ["", "-2", "-3"]
-
-
 def test_the_page_has_every_place() -> None:
     page = (DOCS / "places.md").read_text()
     assert {*re.findall(r"--on (\w+)", page)} == {*names()} - {"local"}
@@ -187,17 +181,8 @@ def test_the_tasks_agree_with_one_another() -> None:
         }
 
 
-def test_a_folder_that_cannot_be_made_or_has_no_room_is_named(tmp_path: Path) -> None:
-    run_directory.refuse_unwritable(tmp_path / "new" / "runs")
+def test_a_disk_without_room_for_a_run_is_named(tmp_path: Path) -> None:
+    full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=2**20))
+    with full, refused("output_dir", code=2):
+        run_directory.refuse_unwritable(tmp_path / "new" / "runs")
     assert not list(tmp_path.iterdir()), "looking leaves nothing behind"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"file cannot be written: .*Not a directory"):
-        run_directory.refuse_unwritable(tmp_path / "file")
-    with pytest.raises(UsageError, match="/proc/runs cannot be written"):
-        run_directory.refuse_unwritable(Path("/proc/runs"))
-    full = mock.Mock(free=2**20)
-    with (
-        mock.patch("shutil.disk_usage", return_value=full),
-        pytest.raises(UsageError, match=r"1 MB free"),
-    ):
-        run_directory.refuse_unwritable(tmp_path)

@@ -119,15 +119,6 @@ def test_the_token_goes_to_the_cluster_and_no_proxy_that_a_port_forward_need_not
     assert seen == {"dashboard": ["Bearer secret"] * (not away), "proxy": ["Bearer secret"] * away}
 
 
-def test_run_ids_lead_to_their_place() -> None:
-    found = attach(f"ray:{ADDRESS}/probe-1")
-    assert found.id == f"ray:{ADDRESS}/probe-1"
-    found = attach("arn:aws:sagemaker:eu-west-1:123456789012:training-job/probe-1")
-    assert found.id == "sagemaker:eu-west-1/probe-1"
-    with pytest.raises(UsageError, match="write ray:"):
-        attach("ray:probe")
-
-
 @pytest.mark.parametrize("created", [True, False])
 def test_a_lost_answer_costs_no_second_job(created: bool) -> None:
     posted: list[str] = []
