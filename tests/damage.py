@@ -19,9 +19,11 @@ from stoker.chain.entries import as_stages
 from stoker.config.loading import load
 from stoker.data import read_any
 from stoker.entry import driver
-from stoker.protocol import BadRecord, BlockReport
+from stoker.protocol import BadRecord, BlockReport, PassPlan, Shard, Work
+from stoker.read.host_cache import HostCache
 from stoker.read.sources import Source
 from stoker.serve.opening import Data
+from stoker.serve.shards import LoadedSplit, blocks_of
 
 DAMAGES = int(os.environ.get("STOKER_FUZZ", "250"))
 """Damages per format; STOKER_FUZZ raises the number."""
@@ -88,6 +90,26 @@ def chained(
 ) -> tuple[dict[str, Any], BlockReport]:
     """Records through a chain of these entries, as a chain worker runs it."""
     return Chain(as_stages([*entries]), seed, **options).run(records, epoch)
+
+
+def blocks(
+    source: Source,
+    chain: Chain,
+    shards: Iterable[Shard],
+    cache: HostCache | None = None,
+    *,
+    epoch: int = 0,
+    seed: int = 1,
+    shuffle: bool = False,
+    block_records: int = 10,
+    first: int = 0,
+    **work: Any,
+) -> Iterator[tuple[dict[str, Any], BlockReport]]:
+    """What a chain worker makes of these shards of a pass, block by block; `first` is their number in it."""
+    plan = PassPlan(seed, epoch, "train", shuffle, block_records)
+    loaded = LoadedSplit(source.for_workers(), chain, cache)
+    for number, shard in enumerate(shards, first):
+        yield from blocks_of(loaded, plan, Work(number, shard, **work))
 
 
 def reasons(report: BlockReport) -> list[str]:

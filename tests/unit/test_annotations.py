@@ -320,7 +320,10 @@ def rows(header: str, row: Callable[[int], str], count: int = 4) -> str:
     return "".join(f"{line}\n" for line in (header, *map(row, range(count))))
 
 
-FOUR, BOTH, PETS, LIST = {"train": 4}, {"train": 4, "val": 4}, ["cat", "dog"], {"labels": "all.txt"}
+FOUR = {"train": 4}
+BOTH = FOUR | {"val": 4}
+PETS = ["cat", "dog"]
+LIST = {"labels": "all.txt"}
 SPLITS = [*of("train/cat/{}.jpg"), *of("train/dog/{}.jpg")]
 MNIST = [f"{s}/{k}/{n}.png" for s in ("training", "testing") for k in "01" for n in "ab"]
 BREEDS = rows("id,breed", lambda n: f"{n},{'ab'[n % 2]}")
@@ -329,7 +332,8 @@ HUB = rows("file_name,label", lambda n: f"{n}.jpg,{'ab'[n % 2]}")
 HUB_WHOLE = rows("file_name,label", lambda n: f"{('train', 'val')[n // 4]}/{n % 4}.jpg,{n % 2}", 8)
 ROBOFLOW = rows("filename, cat, dog", lambda n: f"{n}.jpg, {n % 2}, {1 - n % 2}")
 PER_CLASS_OF = {"image_column": "filename", "class_names": PETS, "multi_label": True}
-LISTED, ALBATROSS = {"all.txt": "1 001.Albatross/x.jpg\n"}, of("images/00{}.Albatross/x.jpg")
+ALBATROSS = of("images/00{}.Albatross/x.jpg")
+LISTED = {"all.txt": "1 001.Albatross/x.jpg\n"}
 PET_LIST = {"all.txt": "#Image CLASS-ID SPECIES BREED ID\nAbyssinian_0 1 1 1\n"}
 NO_HEADER = {"all.txt": rows("0.jpg 0", lambda n: f"{n}.jpg {n % 2}")}
 NO_SPLIT = "has no folder train/.*params.labels"

@@ -129,7 +129,8 @@ UNUSABLE: dict[str, tuple[Make, str]] = {
     },
 }
 
-NOT_ONE, NAN, INF = [0.0, 1.0, 1.5], float("nan"), float("inf")
+NOT_ONE = [0.0, 1.0, 1.5]
+NAN, INF = float("nan"), float("inf")
 CHECKSUM = "the checksum of the PNG's b'IDAT' part is wrong"
 TIFF = encoded("TIFF", compression="tiff_adobe_deflate")
 

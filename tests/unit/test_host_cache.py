@@ -10,9 +10,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import damage
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.schema import Config
 from stoker.data import Boxes, CheckLabel, DecodeImage, DecodeMask, read_any, read_range
 from stoker.errors import CacheError, UsageError
-from stoker.protocol import BlockReport, DataCursor, PassPlan, Shard, Work
+from stoker.protocol import BlockReport, DataCursor, Shard, Work
 from stoker.read.far_files import FarFiles
 from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, KeptRecord, decode, encode, room
 from stoker.read.identity import agree
@@ -35,7 +37,6 @@ from stoker.read.images import ImageFolderSource
 from stoker.read.sources import Source
 from stoker.serve.passes import Passes
 from stoker.serve.pool import LOOK_AHEAD, CacheAffinity
-from stoker.serve.shards import LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import LEFT_AFTER_S, OWNER, sweep
 from tests.waiting import until
 
@@ -60,21 +61,13 @@ def chain(prefix: bool = True, share: float = 1.0) -> Chain:
 
 
 def run_pass(
-    source: Source,
-    epoch: int,
-    cache: HostCache | None,
-    store: bool = True,
-    skip: int = 0,
-    share: float = 1.0,
+    source: Source, epoch: int, cache: HostCache | None, share: float = 1.0, **work: Any
 ) -> list[tuple[dict[str, Any], BlockReport]]:
-    plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
-    loaded = LoadedSplit(source.for_workers(), chain(cache is not None, share), cache)
-    made = []
-    for number, shard in enumerate(source.shards(120, np.random.default_rng(epoch))):
-        made += list(blocks_of(loaded, plan, Work(number, shard, skip, store)))
-    return made
+    shards = source.shards(120, np.random.default_rng(epoch))
+    return list(groups(source, chain(cache is not None, share), shards, cache, epoch=epoch, **work))
 
 
+groups = partial(damage.blocks, seed=3, shuffle=True, block_records=50)
 Made = list[tuple[dict[str, Any], BlockReport]]
 
 
@@ -248,14 +241,12 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(few: Any, ro
         source = opened(few(form))
         cache = HostCache(root, form, SPEC)
         run_pass(source, 0, cache)
-        plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        shard = source.shards(240, None)[0]
-        groups = blocks_of(LoadedSplit(source.for_workers(), chain(), cache), plan, Work(0, shard))
-        made = [next(groups)]
+        shards = source.shards(240, None)[:1]
+        rest = groups(source, chain(), shards, cache, epoch=1)
+        made = [next(rest)]
         shutil.rmtree(root)
-        made += list(groups)
-        plain = LoadedSplit(source.for_workers(), chain(False))
-        assert same(made, list(blocks_of(plain, plan, Work(0, shard))))
+        made += list(rest)
+        assert same(made, list(groups(source, chain(False), shards, epoch=1)))
         assert made[0][1].found == 50
         assert sum(report.found for _, report in made) < 60
 

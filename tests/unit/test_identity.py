@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import spoilt
 import torch
-from damage import checked, tar_of
+from damage import blocks, checked, tar_of
 from draws import Listed, Plain
 from pyarrow import parquet
 from rows import Numbers
@@ -23,7 +23,7 @@ from stoker.chain.stages import cache_key
 from stoker.config.schema import Config
 from stoker.data import read_any, read_parquet, read_torch, read_webdataset
 from stoker.errors import CacheError, UsageError
-from stoker.protocol import DataCursor, PassPlan, Plan, Work
+from stoker.protocol import DataCursor, Plan
 from stoker.read.host_cache import CacheSpec, HostCache
 from stoker.read.identity import agree, identity_of
 from stoker.read.sources import Source
@@ -31,7 +31,6 @@ from stoker.serve.cursor import refuse_other_data
 from stoker.serve.opening import Data, open_data, plan_of
 from stoker.serve.passes import Passes, ServiceState
 from stoker.serve.recipe_pass import RecipeAttempt
-from stoker.serve.shards import LoadedSplit, blocks_of
 
 pytestmark = pytest.mark.long
 
@@ -106,13 +105,9 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(source: Source, cache: HostCache, epoch: int, share: float = 1.0) -> list[int]:
-    loaded = LoadedSplit(source, Chain(as_stages([Plain()]), seed=1, prefix=1, share=share), cache)
-    plan = PassPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
-    found: list[int] = []
-    for number, shard in enumerate(source.shards(10, None)):
-        for columns, _ in blocks_of(loaded, plan, Work(number, shard)):
-            found += columns["number"].tolist()
-    return found
+    chain = Chain(as_stages([Plain()]), seed=1, prefix=1, share=share)
+    made = blocks(source, chain, source.shards(10, None), cache, epoch=epoch)
+    return [number for columns, _ in made for number in columns["number"].tolist()]
 
 
 def test_a_cache_gives_every_shard_its_own_records(tmp_path: Path) -> None:

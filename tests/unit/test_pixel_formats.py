@@ -111,7 +111,8 @@ INDEX = (smooth(1) * 16).astype(np.uint8)
 ALPHA = np.where(smooth(1) > 0.5, 65535, 0).astype(np.uint16)
 PLTE = b"PLTE", PALETTE.astype(np.uint8).tobytes()
 CLEAR = b"tRNS", struct.pack(">HHH", *U16[0, 0, :3])
-DEEP_GREY, GREYS, RGB = U16[..., :1], U8[..., [0, 0, 0]], U8[..., :3]
+DEEP_GREY = U16[..., :1]
+GREYS, RGB = U8[..., [0, 0, 0]], U8[..., :3]
 PNGS: dict[str, tuple[bytes, Any]] = {
     "grey of 16 bits": (png(DEEP_GREY, 0, 16), GREYS),
     "grey of 4 bits": (png(INDEX, 0, 4), INDEX[..., [0, 0, 0]].astype(int) * 17),

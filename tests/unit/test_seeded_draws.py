@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import blocks
 
 from stoker.config.schema import Config
-from stoker.protocol import KEY_COLUMN, PassPlan, Work
 from stoker.serve.opening import open_data
-from stoker.serve.shards import LoadedSplit, blocks_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -34,14 +33,14 @@ def drawn(
     """Key → the numbers drawn for that record in a pass, or in one shard: all that one process reads."""
     job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, "n": n}, "seed": 3}
     data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
-    loaded = LoadedSplit(data.sources["train"], data.chains["train"])
-    plan = PassPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
+    source, chain = data.sources["train"], data.chains["train"]
+    shards, first = [*source.shards(shard, None)], only or 0
+    shards = shards if only is None else [shards[only]]
     found: dict[str, tuple[float, ...]] = {}
-    for number, part in enumerate(data.sources["train"].shards(shard, None)):
-        if only in (None, number):
-            for columns, _ in blocks_of(loaded, plan, Work(number, part)):
-                rows = zip(*(columns[name].tolist() for name in ("r", "n", "t")), strict=True)
-                found |= dict(zip(columns[KEY_COLUMN], rows, strict=True))
+    one_pass = {"seed": 3, "epoch": epoch, "block_records": block}
+    for columns, _ in blocks(source, chain, shards, first=first, **one_pass):
+        rows = zip(*(columns[name].tolist() for name in ("r", "n", "t")), strict=True)
+        found |= dict(zip(columns["__key"], rows, strict=True))
     return found
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from damage import chained, checked, read_all
+from damage import blocks, chained, checked, read_all
 from pyarrow import parquet
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.data import (
+    BadRecord,
     CheckLabel,
     DecodeImage,
     Drop,
@@ -27,9 +28,8 @@ from stoker.data import (
     read_torch,
 )
 from stoker.errors import SchemaError, UsageError
-from stoker.protocol import KEY_COLUMN, BadRecord, PassPlan, Work
 from stoker.recipe import Recipe
-from stoker.serve.shards import LoadedSplit, blocks_of, order_of
+from stoker.serve.shards import order_of
 
 
 @pytest.mark.long
@@ -59,15 +59,10 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
 ) -> None:
     def keys(root: Path) -> list[str]:
         source = checked(read_any(str(root), "train"))
-        plan = PassPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        loaded = LoadedSplit(
-            source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True)
-        )
-        found: list[str] = []
-        for number, shard in enumerate(source.shards(100, order_of(3, 1))):
-            for columns, _ in blocks_of(loaded, plan, Work(number, shard)):
-                found += list(columns[KEY_COLUMN])
-        return found
+        chain = Chain(as_stages([DecodeImage()]), seed=3, with_keys=True)
+        shards = source.shards(100, order_of(3, 1))
+        made = blocks(source, chain, shards, seed=3, epoch=1, shuffle=True, block_records=50)
+        return [key for columns, _ in made for key in columns["__key"]]
 
     moved = shutil.copytree(digits / form, tmp_path / "elsewhere" / form)
     assert keys(moved) == keys(digits / form)
@@ -157,8 +152,8 @@ def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> Non
 
 def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/write-a-recipe.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (code,) = (block for block in blocks if "class Pairs" in block)
+    found = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in found if "class Pairs" in block)
     images = [f"train/images/{name}.jpg" for name in "ab"]
     for name in [*images, *(name.replace("images", "masks")[:-3] + "png" for name in images)]:
         path = tmp_path / name
