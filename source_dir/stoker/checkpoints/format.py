@@ -190,34 +190,30 @@ class Retention:
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Checkpoint → its metric, mode and value; empty within an epoch."""
     tell: Callable[[str], Any] = print
+    entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
+    """By what a checkpoint of an earlier start competes, from its `meta`."""
     _told: bool = False
     _incomplete: list[str] = field(default_factory=list)
     """Left by earlier starts; removed once there is a new one."""
     _unread: list[str] = field(default_factory=list)
-    """Of earlier starts, and could not be read."""
-    _entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
+    """Of earlier starts, and not read so far, or could not be."""
 
-    def fill(
-        self, upto: int, entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
-    ) -> None:
-        """Add the complete ones of earlier starts up to the step resumed from; `entry`: by what they compete.
+    def fill(self, upto: int) -> None:
+        """Add the complete ones of earlier starts up to the step resumed from.
 
         Only their manifests are read, because training waits for this.
         """
-        self._entry = entry
-        self._look([name for name in self.store.names() if step_of(name) <= upto])
+        self._unread = [name for name in self.store.names() if step_of(name) <= upto]
+        self.look_again()
 
     def look_again(self) -> None:
         """At those that could not be read before: one of them may be the best."""
-        self._look(self._unread)
-
-    def _look(self, names: list[str]) -> None:
-        self._unread = []
+        names, self._unread = self._unread, []
         for name in names:
             try:
                 if not (problem := verify(self.store, name, whole=False)):
                     saved = load_meta(self.store, name)
-                    competes = {"monitored": self._entry(saved.meta)}
+                    competes = {"monitored": self.entry(saved.meta)}
                     self._note(replace(saved, meta={**saved.meta, **competes}))
             except OSError as error:
                 problem = " ".join(str(error).split())[:300]

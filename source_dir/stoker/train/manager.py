@@ -75,9 +75,8 @@ class CheckpointManager:
         """Whether that checkpoint is in this run's folder, so that its metadata can be changed."""
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
-        self.shelf = Retention(
-            store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note
-        )
+        keep = config.checkpoint.keep, config.checkpoint.save_top_k
+        self.shelf = Retention(store, *keep, tell=self._note, entry=self._entry)
         self.run = secrets.token_hex(8)
         """Stands in its checkpoints, and stays through all its starts."""
         self._copier = strategies.Copier()
@@ -110,13 +109,8 @@ class CheckpointManager:
             # Figures such as samples/s differ between ranks: rank 0 decides.
             reason = strategies.from_rank(self.early_stopping.reason)
             self.early_stopping.reason = reason
-        entry = {
-            "epoch": epoch,
-            "step": self.worker.step,
-            "metrics": finite(metrics),
-            "books": books,
-        }
-        self.history.append(entry)
+        about = {"epoch": epoch, "step": self.worker.step, "books": books}
+        self.history.append({**about, "metrics": finite(metrics)})
         self.take(progress or Progress(epoch + 1), metrics)
         return reason
 
@@ -249,7 +243,7 @@ class CheckpointManager:
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
-            self.shelf.fill(meta["step"], self._entry)
+            self.shelf.fill(meta["step"])
         validate = self.pending["epoch"] if self.pending else None
         event = Resumed(
             epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from stoker.chain.columns import Ragged, padded, refuse_bad_offsets, schema_of
+from stoker.chain.columns import Ragged, padded, refuse_bad_offsets
 from stoker.errors import SchemaError
 from stoker.protocol import TEXT, BlockSlice, Column, Schema
 
@@ -281,9 +281,6 @@ class BatchBuilder:
 
     def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
         """Copy a part's rows out of its block; returns the number of bytes."""
-        refuse_other_block(
-            part, self.schema, schema_of(columns), min(map(len, columns.values()), default=0)
-        )
         rows, size = part.stop - part.start, 0
         for name, column in columns.items():
             values = column[part.start : part.stop]

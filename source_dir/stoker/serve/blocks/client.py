@@ -370,9 +370,8 @@ class Transport:
             return
         columns, start, stop, length = self._rows(part)
         refuse_other_block(part, batch.schema, schema_of(columns), length)
-        own = part._replace(start=start, stop=stop, of=min(map(len, columns.values()), default=0))
         kind = "own" if part.node == self._node else "ray"
-        self.bytes_by[kind] += batch.take(own, columns, at)
+        self.bytes_by[kind] += batch.take(part._replace(start=start, stop=stop), columns, at)
 
     def _rows(self, part: BlockSlice) -> tuple[dict[str, Any], int, int, int]:
         """As `rows`, once: FileNotFoundError if its host does not have the block, else another OSError."""
