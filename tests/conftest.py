@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import os
 import signal
@@ -131,8 +132,9 @@ def other_tests_are_no_part_of_the_script(
     files = {getattr(sys.modules.get(str(name)), "__file__", None) for name in named}
     own, files = state.is_own_file, {*files, str(request.path)}
 
+    @functools.cache  # thousands of modules, in each pass
     def is_own_file(file: str | None) -> bool:
-        return bool(own(file)) and (file in files or not str(file).startswith(f"{ROOT}/"))
+        return (file in files or not str(file).startswith(f"{ROOT}/")) and bool(own(file))
 
     monkeypatch.setattr(state, "is_own_file", is_own_file)
 
