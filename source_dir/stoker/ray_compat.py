@@ -141,21 +141,16 @@ def leave_out_the_agent() -> None:
         persist_port, start = library.persist_port, services.start_ray_process
     except (ImportError, AttributeError):
         return
-    if {name for name in dir(library) if name.endswith("_PORT_NAME")} - {
-        *AGENT_PORTS,
-        *OTHER_PORTS,
-    }:
+    there = {name for name in dir(library) if name.endswith("_PORT_NAME")}
+    if there - {*AGENT_PORTS, *OTHER_PORTS}:
         return
     option = "--dashboard_agent_command="
 
     def start_ray_process(command: list[str], *args: Any, **values: Any) -> Any:
-        given = dict(
-            word.split("=", 1) for word in command if word.startswith("--") and "=" in word
-        )
-        if any(word.startswith(option) for word in command) and {
-            "--session_dir",
-            "--node_id",
-        } <= set(given):
+        words = [word for word in command if word.startswith("--") and "=" in word]
+        given = dict(word.split("=", 1) for word in words)
+        starts = any(word.startswith(option) for word in command)
+        if starts and {"--session_dir", "--node_id"} <= set(given):
             for name in names:
                 persist_port(given["--session_dir"], given["--node_id"], name, -1)
             idle = (

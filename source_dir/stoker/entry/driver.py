@@ -201,11 +201,8 @@ class StopDeadline:
         """What is wrong if it is over."""
         if self._killed_after_s is None and self._trains:
             still_s = time.monotonic() - max(asked, self._heard)
-            return (
-                f"training made no progress for {still_s:.0f} s after"
-                if still_s > STOP_STILL_S
-                else ""
-            )
+            late = still_s > STOP_STILL_S
+            return f"training made no progress for {still_s:.0f} s after" if late else ""
         deadline_s = NOBODY_S if self._killed_after_s is None else self._killed_after_s * STOP_SHARE
         late = time.monotonic() - asked > deadline_s
         return f"training did not end within {deadline_s:.0f} s of" if late else ""

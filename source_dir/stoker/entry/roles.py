@@ -288,11 +288,8 @@ def _start_ray(resolved: Resolved, topology: Topology, how: list[str], address: 
 def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
     gpus = raynode.count_gpus() if topology.trains else 0
     # Emulated hosts have none, and Slurm grants devices itself.
-    if (
-        topology.rents_gpus
-        and not gpus
-        and os.environ.get(PLACE_VARIABLE) not in ("rehearsal", "slurm")
-    ):
+    without = os.environ.get(PLACE_VARIABLE) in ("rehearsal", "slurm")
+    if topology.rents_gpus and not gpus and not without:
         why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
         raise ClusterError(
             f"{why}; training on its CPUs would cost as much: choose another image or type"

@@ -64,9 +64,9 @@ class MlflowSink(Sink):
         # Shown and written, with secrets removed; the client gets `settings.uri`.
         self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
         self.tags = {**tags, **redact(settings.tags)}
-        self.stores = [open_store(str(run_dir)), *([kept] if kept is not None else [])]
-        self.told_id: list[str | None] = [self._known_id(store) for store in self.stores]
-        self.run_id = next(filter(None, self.told_id), None)
+        stores = [open_store(str(run_dir)), *([kept] if kept is not None else [])]
+        self.told_id = {store: self._known_id(store) for store in stores}
+        self.run_id = next(filter(None, self.told_id.values()), None)
         self.model_version: str | None = None
         self.client: Any = None
         self.url: str | None = None
@@ -216,12 +216,12 @@ class MlflowSink(Sink):
 
     def _keep_id(self) -> None:
         content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
-        for number, store in enumerate(self.stores):
-            if self.told_id[number] != self.run_id:
+        for store, told in self.told_id.items():
+            if told != self.run_id:
                 # The checkpoints' folder comes with the first of them.
                 with contextlib.suppress(OSError):
                     store.write_note(STATE, json.dumps(content, indent=1))
-                    self.told_id[number] = self.run_id
+                    self.told_id[store] = self.run_id
 
     def _open(self) -> None:
         if self.client is None:

@@ -222,9 +222,19 @@ def _read_events(run: RunData) -> None:
     run.steps_per_point += sum(1 for _ in kinds.lines(path, kinds.StepLogged)) // MOST_STEPS
     before: kinds.StepLogged | None = None
     for event in kinds.read_events(path, kinds.StepLogged, run.steps_per_point):
-        if isinstance(event, kinds.StepLogged):
-            _take_step(run, event, event.time - start, before)
-            before = event
+        if not isinstance(event, kinds.StepLogged):
+            continue
+        if math.isfinite(event.loss):
+            run.loss.append((event.step, event.loss))
+        samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
+        if before is not None and before.epoch == event.epoch:
+            samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
+            wait_s -= before.wait_s
+        if seconds > 0 and math.isfinite(seconds + wait_s):
+            at = event.time - start
+            run.samples_per_s.append((at, max(0.0, samples / seconds)))
+            run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
+        before = event
     for event in kinds.read_events(path, DRAWN):
         at, text = event.time - start, ""
         match event:
@@ -253,20 +263,6 @@ def _read_events(run: RunData) -> None:
                 text = f"{verb} {event.reason}"
         if text:
             run.marks.append(Mark(at, event.event, text))
-
-
-def _take_step(
-    run: RunData, event: kinds.StepLogged, at: float, before: kinds.StepLogged | None
-) -> None:
-    if math.isfinite(event.loss):
-        run.loss.append((event.step, event.loss))
-    samples, seconds, wait_s = event.epoch_samples, event.elapsed_s, event.wait_s
-    if before is not None and before.epoch == event.epoch:
-        samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
-        wait_s -= before.wait_s
-    if seconds > 0 and math.isfinite(seconds + wait_s):
-        run.samples_per_s.append((at, max(0.0, samples / seconds)))
-        run.input_wait.append((at, min(100.0, max(0.0, 100 * wait_s / seconds))))
 
 
 def _read_config(run: RunData) -> None:

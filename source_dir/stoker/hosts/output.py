@@ -161,10 +161,8 @@ class Copies:
             try:
                 files = sorted(original.rglob("*"))
             except OSError as error:  # a folder was removed meanwhile
-                files, problem = (
-                    [],
-                    problem or f"{original}: cannot be read: {error.strerror or error}",
-                )
+                files = []
+                problem = problem or f"{original}: cannot be read: {error.strerror or error}"
             for file in files:
                 try:
                     if not any(file.is_relative_to(folder) for folder in others):

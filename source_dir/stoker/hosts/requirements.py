@@ -76,10 +76,8 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     constraints = [f"{name}=={version}" for name, version in pins.items()]
     where, environment = ["--no-index", "--find-links", str(wheels)], dict(os.environ)
     if not wheels.exists():
-        where, environment = (
-            [],
-            environment | _code_artifact(os.environ.get(REPOSITORY_VARIABLE, "")),
-        )
+        where = []
+        environment |= _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))
         given = _requirements(staged.read_text(encoding="utf-8")) if staged.is_file() else []
         constraints += [line for line, one in given if not installed(one.name)]
     if pip_conf.exists():
@@ -90,16 +88,8 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as pinned:
         pinned.write("\n".join(constraints) + "\n")
         pinned.flush()
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--no-input",
-            "--progress-bar=off",
-            *where,
-        ]
-        command += ["-r", str(file), "-c", pinned.name]
+        command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+        command += [*where, "-r", str(file), "-c", pinned.name]
         try:
             done = subprocess.run(
                 command,
@@ -178,9 +168,9 @@ def _closure(roots: list[Any], whole: bool) -> Iterator[Any]:
         seen.add(key)
         for needed in map(_parse, metadata.requires(name) or []):
             plain = _applies(needed)
-            if (whole and plain) or (
-                not plain and any(_applies(needed, e) for e in requirement.extras)
-            ):
+            by_extra = any(_applies(needed, extra) for extra in requirement.extras)
+            needs = whole if plain else by_extra
+            if needs:
                 waiting.append(needed)
 
 

@@ -204,22 +204,17 @@ class Elastic:
                 self._event(Note(text=text))
         self._draining = draining
         self.closing = {host.node for host in hosts if host.node in draining}
-        if self.scaler is not None:
-            left = [host for host in hosts if host.node not in draining]
-            self._scale(self.scaler, left, now, ended, bound)
+        self._scale([host for host in hosts if host.node not in draining], now, ended, bound)
         staying = [host for host in hosts if host.node not in self.closing]
         if not staying:
             self.closing = set()  # the last ones work to their end
         return staying or hosts
 
     def _scale(
-        self,
-        scaler: Scaler,
-        hosts: list[ChainHost],
-        now: float,
-        ended: bool,
-        bound: Collection[str],
+        self, hosts: list[ChainHost], now: float, ended: bool, bound: Collection[str]
     ) -> None:
+        if (scaler := self.scaler) is None:
+            return
         records = sum(each.records for each in self._chain.values())
         seconds = sum(each.seconds for each in self._chain.values())
         if records > self._made[0]:
