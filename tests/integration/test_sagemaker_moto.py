@@ -237,26 +237,6 @@ def stubbed() -> Iterator[Stubber]:
         yield stubber
 
 
-@pytest.mark.parametrize(
-    ("state", "secondary", "more", "text", "code"),
-    [
-        ("Failed", "Failed", {"FailureReason": "Error: disk full\nmore"}, "failed: Error: disk full more", 1),
-        ("Stopped", "MaxRuntimeExceeded", {}, "interrupted: MaxRuntimeExceeded", 143),
-        ("Stopped", "Stopped", {}, "interrupted", 143),
-        ("Completed", "Completed", {}, "succeeded", 0),
-    ],
-)  # fmt: skip
-def test_ends_of_a_job(
-    stubbed: Stubber, state: str, secondary: str, more: dict[str, Any], text: str, code: int
-) -> None:
-    job = sagemaker.SageMakerRun(REGION, "j", poll_s=0.01)
-    stubbed.add_response("describe_training_job", training_job("InProgress", "Training"))
-    for _ in range(2):
-        stubbed.add_response("describe_training_job", training_job(state, secondary, **more))
-    assert job.wait() == code
-    assert job.status() == text
-
-
 def test_a_denied_request_is_not_asked_again(
     stubbed: Stubber, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,9 +24,9 @@ from stoker_launcher.advise.check.timeline import (
     wait_share,
 )
 
-UNSURE, UNCERTAIN = 0.05, 0.15
-"""A wider ± share of a step recommends more steps; from the second on there is no verdict. At 50 % it would
-promise anything between 1.5 and 2.9 times the speed."""
+UNCERTAIN = 0.15
+"""From this ± share of a step on there is no verdict: at 50 %, it would promise anything between 1.5 and 2.9
+times the speed."""
 ADVISED_STEPS = 1000
 SLACK = 1.05
 """Spare workers, because batches vary."""
@@ -275,9 +275,6 @@ def notes(first: Checked, seen: Mapping[str, Any], advice: Advice | None) -> lis
     by = f"with CUDA events ({gpu})" if gpu else "by the time in next() and between calls"
     said = {
         "the loader is the one iterated most": not first.loader.trains,
-        "few or uneven steps: a longer run (--steps, more data) gives a more reliable figure": (
-            UNSURE < first.share.spread < UNCERTAIN
-        ),
         "the script was stopped at --timeout": seen["ended"] == "interrupted",
         "batch_size=None: samples per batch are the rows of its first tensor": (
             not first.loader.batch_size

@@ -42,9 +42,6 @@ def warnings(request: SageMakerRequest) -> list[str]:
     settings, groups = request.settings, request.groups
     need_gb = sum(item.bytes for item in request.data) / 2**30
     notes = {
-        "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that": (
-            not settings.subnets
-        ),
         f"the data to upload, {need_gb:.0f} GB, exceed sagemaker.volume_gb ({settings.volume_gb}): they fit only"
         " on types with NVMe disks, or in a channel with input_mode: FastFile": (
             need_gb > settings.volume_gb
@@ -56,9 +53,6 @@ def warnings(request: SageMakerRequest) -> list[str]:
         ),
         "encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group": bool(
             settings.encrypt_traffic and settings.subnets
-        ),
-        "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that": (
-            settings.kms_key is None
         ),
         "AWS does not document spot with several instance groups: try a short job first": (
             settings.spot and len(groups) > 1

@@ -255,15 +255,9 @@ def warnings(request: VertexRequest) -> list[str]:
         " head's code": first != request.job.resolved.config.cluster.gpu_group,
         "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
         " project; set vertex.service_account to limit that": settings.service_account is None,
-        "no VPC: hosts can reach the internet; set vertex.network to control that": (
-            not settings.network
-        ),
         "spot: hosts get 30 s notice, and the job restarts from its last checkpoint": settings.spot,
         "vertex.restart=false: a restarted host that trains waits for a head that does not come": (
             settings.spot and not settings.restart
-        ),
-        "no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that": (
-            settings.kms_key is None
         ),
     }
     return [note for note, holds in notes.items() if holds]
