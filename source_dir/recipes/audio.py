@@ -28,10 +28,8 @@ def write(folder: Path = FOLDER, records: int = 800) -> None:
         (folder / split).mkdir(parents=True, exist_ok=True)
         with tarfile.open(folder / split / "0.tar", "w") as tar:
             for i in range(count):
-                label, time = (
-                    int(rng.integers(3)),
-                    np.arange(rng.integers(RATE // 10, RATE // 2)) / RATE,
-                )
+                label = int(rng.integers(3))
+                time = np.arange(rng.integers(RATE // 10, RATE // 2)) / RATE
                 pitch = (500, 1000, 2000)[label] * rng.uniform(0.75, 1.3)
                 sound = 0.3 * np.sin(2 * np.pi * pitch * time) + rng.normal(0, 0.05, len(time))
                 content = io.BytesIO()
@@ -57,11 +55,8 @@ class Spectrogram(RecordTransform):
         with wave.open(io.BytesIO(record["wav"])) as file:
             if (file.getsampwidth(), file.getnchannels(), file.getframerate()) != (2, 1, RATE):
                 raise ValueError(f"not a 16-bit mono file at {RATE} Hz")
-            content, count, size = (
-                file.readframes(file.getnframes()),
-                file.getnframes(),
-                2 * self.bands,
-            )
+            count, size = file.getnframes(), 2 * self.bands
+            content = file.readframes(count)
         samples = len(content) // 2
         if samples < count < 2**29:  # a stream has a higher number
             raise ValueError(f"truncated: {samples} of {count} samples are there")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,14 +43,10 @@ def movie(rng: np.random.Generator, direction: tuple[int, int], rate: int) -> by
     """Laptop: an MP4 file of 1 to 1.6 s: a square on rough ground that moves 30 to 60 pixels a second."""
     import av
 
-    ground = np.clip(rng.integers(0, 100, 3) + rng.normal(0, 10, (48, 64, 3)), 0, 255).astype(
-        np.uint8
-    )
-    place, size, colour = (
-        rng.integers(0, (48, 64)),
-        int(rng.integers(8, 16)),
-        rng.integers(150, 256, 3),
-    )
+    rough = rng.integers(0, 100, 3) + rng.normal(0, 10, (48, 64, 3))
+    ground = np.clip(rough, 0, 255).astype(np.uint8)
+    place, size = rng.integers(0, (48, 64)), int(rng.integers(8, 16))
+    colour = rng.integers(150, 256, 3)
     speed, content = np.array(direction) * rng.uniform(30, 60) / rate, io.BytesIO()
     with av.open(content, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=rate, options={"g": "12"})
@@ -87,11 +84,8 @@ class Motion(Recipe):
         from torch import nn
 
         layers: list[nn.Module] = []
-        for inputs, outputs in (
-            (3, self.width),
-            (self.width, 2 * self.width),
-            (2 * self.width,) * 2,
-        ):
+        widths = 3, self.width, 2 * self.width, 2 * self.width
+        for inputs, outputs in pairwise(widths):
             layers += [
                 nn.Conv3d(inputs, outputs, 3, stride=(1, 2, 2), padding=1),
                 nn.BatchNorm3d(outputs),

@@ -139,9 +139,8 @@ class ChainWorker:
 
     def _written(self, columns: dict[str, Any], report: BlockReport, loaded: LoadedSplit) -> Made:
         file = self._folder.write(columns) if columns else ""
-        for name, more in zip(
-            MADE, (report.records, report.bytes_out, report.seconds), strict=True
-        ):
+        own = report.records, report.bytes_out, report.seconds
+        for name, more in zip(MADE, own, strict=True):
             self._made[name] += more
         return Made(report, file, loaded.cache.usage if loaded.cache else None)
 

@@ -203,9 +203,8 @@ class Schedule:
     def _set(self, step: int) -> None:
         # An epoch may train fewer than all records: some are bad, or remain.
         epochs = self.epoch + min(self.samples / self.records, 1.0) if self.records else 0.0
-        for group, rate, scale in zip(
-            self.optimizer.param_groups, self.rates, self.scales, strict=True
-        ):
+        groups = self.optimizer.param_groups
+        for group, rate, scale in zip(groups, self.rates, self.scales, strict=True):
             group["lr"] = self._rate(rate, epochs, step) * scale
 
     def _rate(self, rate: float, epochs: float, step: int) -> float:

@@ -243,6 +243,10 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
 def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
+    collator = None
+    if worker.recipe.collates:
+        job = worker.config, split, epoch, worker.world_size
+        collator = Collator(*job, worker.transport, worker.coordinator)
     return Feed(
         coordinator=worker.coordinator,
         attempt=worker.attempt,
@@ -256,13 +260,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Feed:
         gate=worker.gate,
         accumulate=worker.config.train.accumulate_steps if split == "train" else 1,
         keep_keys=worker.config.tracking.record_ids,
-        collator=(
-            Collator(
-                worker.config, split, epoch, worker.world_size, worker.transport, worker.coordinator
-            )
-            if worker.recipe.collates
-            else None
-        ),
+        collator=collator,
     )
 
 

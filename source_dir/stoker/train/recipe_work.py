@@ -96,10 +96,8 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
                     " it there, or leave training_step out"
                 )
     if type(recipe).optimizer is not Recipe.optimizer:
-        for key, value in (
-            ("layer_decay", train.layer_decay),
-            ("scale_lr", train.scale_lr != "none"),
-        ):
+        own = {"layer_decay": train.layer_decay, "scale_lr": train.scale_lr != "none"}
+        for key, value in own.items():
             if value:
                 problems.append(
                     f"train.{key}: {name} creates its own optimiser; set it there, or leave optimizer() out"

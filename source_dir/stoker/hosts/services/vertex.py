@@ -123,10 +123,8 @@ def unmounted(variables: Mapping[str, str]) -> str:
 
 def _owner(variables: Mapping[str, str]) -> str:
     """The job whose run the output directory has: this one, unless a request was submitted twice."""
-    job, file = (
-        variables.get(JOB_VARIABLE, ""),
-        gcs_folder(variables[MODEL_VARIABLE]).parent / OWNER,
-    )
+    job = variables.get(JOB_VARIABLE, "")
+    file = gcs_folder(variables[MODEL_VARIABLE]).parent / OWNER
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x") as output:
