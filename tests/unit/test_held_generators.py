@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from damage import chained
+from damage import chained, read_all
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from stoker import DataLoader
-from stoker.data import Record, RecordTransform
+from stoker.data import Record, RecordTransform, read_torch
 
 RECORDS = 24
 KINDS: dict[str, Any] = {
@@ -151,6 +151,16 @@ def test_draws_of_a_loader_are_distinct_and_repeatable(where: str, holder: str) 
 def test_worker_init_fn_may_give_a_dataset_other_generators(recwarn: Any) -> None:
     found = epochs(dataset=Drawing(Lazy()), num_workers=2, worker_init_fn=monai)
     assert len({*found}) == 2 * RECORDS and not recwarn.list
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_draws_of_a_torch_dataset_are_distinct_and_the_same_in_any_process(holder: str) -> None:
+    def run() -> list[float]:
+        dataset = Drawing(HOLDERS[holder]())  # as another process has it
+        return [record["drawn"] for record in read_all(read_torch(dataset, columns=("drawn",)))]
+
+    found = run()
+    assert len({*found}) == RECORDS and run() == found
 
 
 class Stage(RecordTransform):
