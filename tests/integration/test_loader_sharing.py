@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -243,12 +244,17 @@ def test_ranks_in_processes_share_and_one_that_is_killed_costs_no_batch(
     assert dataset.made() <= len(dataset) + 4 * (killed_after or 0)
 
 
+@functools.cache
+def cached_rank() -> tuple[int, int]:
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
 ASKS = """
 import os, sys
 import torch.distributed as dist
 from torch.utils.data import DataLoader as Torchs, Dataset, IterableDataset, get_worker_info
 from stoker import DataLoader
-from test_loader_sharing import OfRank
+from test_loader_sharing import OfRank, cached_rank
 
 def by_group():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -276,7 +282,7 @@ class Records(Dataset):
         return index, self.mine if index > 40 else None
 
 dist.init_process_group("gloo")
-for asks in (by_group, by_environment):
+for asks in (by_group, by_environment, cached_rank):
     for workers, persistent in ((0, False), (2, False), (2, True)):
         options = dict(num_workers=workers, persistent_workers=persistent)
         stream = dict(dataset=Stream(asks), batch_size=3)

@@ -121,18 +121,47 @@ def test_a_stream_is_read_once_for_all_ranks_and_each_gets_its_part(
         assert len(dataset.makers()) == RECORDS
 
 
-def test_where_reading_draws_from_what_batches_have_drawn_each_rank_reads_alone(
-    dataset: Numbers, monkeypatch: pytest.MonkeyPatch
+class Noting(Numbers):
+    """Its `collate` uses what reading has noted."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for record in super().__iter__():
+            self.read += 1
+            yield list(record)
+
+    def collate(self, records: list[Any]) -> Any:
+        return self.read, records
+
+
+def emptying(records: list[list[Any]]) -> Any:
+    return [record.pop(1) for record in records if len(record) > 5]
+
+
+def ending(records: list[list[Any]]) -> Any:
+    if records[0][1] == 48:
+        raise StopIteration
+    return records
+
+
+@pytest.mark.parametrize("kind", ["draws", "notes", "empties records", "ends"])
+def test_ranks_read_alone_what_may_differ_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Otherwise their records would differ from torch's; without such draws they share."""
-    for draws, shares in ((True, False), (False, True)):
-        dataset.draws = draws
-        expected = [
-            alone(monkeypatch, dataset, rank, by_content, num_workers=1) for rank in range(RANKS)
-        ]
-        loaders = [loader(dataset, rank, by_content, num_workers=1) for rank in range(RANKS)]
-        assert equal(together(loaders), [each[0] for each in expected])
-        assert (len(dataset.makers()) == RECORDS) == shares
+    dataset = Noting(tmp_path)
+    collate = {
+        "draws": by_content,
+        "notes": dataset.collate,
+        "empties records": emptying,
+        "ends": ending,
+    }[kind]
+    expected = [alone(monkeypatch, dataset, rank, collate, num_workers=1) for rank in range(RANKS)]
+    passes = [iter(loader(dataset, rank, collate, num_workers=1)) for rank in range(RANKS)]
+    steps = itertools.zip_longest(*passes)
+    found = [[batch for batch in rank if batch is not None] for rank in zip(*steps, strict=True)]
+    assert equal(found, [each[0] for each in expected])
+    assert len(dataset.makers()) > RECORDS
 
 
 class Asking(Numbers):
@@ -175,13 +204,14 @@ def test_ranks_that_come_late_leave_early_or_resume_get_their_own_batches(
     for each, state in zip(resumed, states, strict=True):
         each.load_state_dict(state)
     assert equal(together(resumed), [each[3:] for each in expected])
+    # What the passes before were reading is among them.
+    assert len(dataset.makers()) < 2 * RECORDS
     fewer = [loader(dataset, rank, plain, ranks=2, **options) for rank in range(2)]
     for each in fewer:
         each.load_state_dict(states[1])
     found = sorted(int(n) for rank in together(fewer) for batch in rank for n in batch[1])
     left = {*range(RECORDS)} - {int(n) for rank in begun for batch in rank for n in batch[1]}
     assert {*found} == left and len(found) < len(left) + 2 * 3 * max(workers, 1)
-    assert len(dataset.makers()) < 3 * RECORDS  # what the passes before were reading is among them
 
 
 def test_a_process_that_is_lost_costs_no_rank_a_batch(

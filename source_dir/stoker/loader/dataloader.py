@@ -43,8 +43,6 @@ ORDER = "length of the order"
 SHAPE = ("batch_size", "records", "batches", "num_workers")
 """What must be equal for a state within a pass, unless what is left can be divided among other ranks."""
 Item = TypeVar("Item", covariant=True)
-LEAST_TIMEOUT_S = 60.0
-"""With a shorter `timeout`, a rank does not wait for others that could read the same."""
 OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
 """Attributes that change between passes. Workers get None, or each pass would send another content."""
 
@@ -373,7 +371,7 @@ class DataLoader(TorchDataLoader[Item]):
         if type(shard) is not of_accelerate("IterableDatasetShard") or self.worker_init_fn:
             return 1, 0
         own = shard.batch_size // (shard.num_processes if shard.split_batches else 1)
-        if own != self.batch_size or 0 < self.timeout < LEAST_TIMEOUT_S:
+        if own != self.batch_size:
             return 1, 0
         return shard.num_processes, shard.process_index
 

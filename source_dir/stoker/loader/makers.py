@@ -44,6 +44,7 @@ from stoker.loader.shared_streams import WantedPart
 from stoker.loader.work import Failed, LoaderWork, opened
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
+from stoker.read.generators import hold_the_same
 from stoker.read.sources import drawing
 from stoker.serve.blocks.batches import ASKED_AT_ONCE, LateError, Prefetcher
 from stoker.serve.blocks.client import Transport, block_transport
@@ -117,6 +118,12 @@ class ClusterMaker:
 
         self._job = job = service_of_script()
         self._ranks, self._parts = loader.ranks()[0], loader.parts()
+        # A rank that has to hurry waits for no other, and each has what its reading and collating share.
+        self._alone = (
+            self._parts[0] == 1
+            or loader.timeout > 0
+            or hold_the_same(loader.dataset, loader.collate_fn)
+        )
         self._service, kept = job.service, loader.kept
         self._transport = job.transport.for_pass(self._stall_s, "stall_timeout_s")
         split = kept.name if loader.persistent_workers else f"{kept.name}/{self._key}"
@@ -194,7 +201,7 @@ class ClusterMaker:
         from ray import cloudpickle
 
         parts, part = self._parts
-        if parts == 1:
+        if self._alone or any(shard.items[0].before for _, shard, _ in shards):
             return None
         orders = [
             (number, shard.items[0]._replace(wanted=(), rank=Rank()), skip)

@@ -11,10 +11,12 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from stoker.loader.script_state import ENVIRONMENT, OF_JOB, OF_RANK, set_as
+from stoker.read.generators import is_own
 
 
 class Rank(NamedTuple):
@@ -44,6 +46,8 @@ _OF_HOST = {*OF_RANK, *OF_JOB} & os.environ.keys()
 """Variables that this process was started with: its host's rank, not the script's."""
 _asked = False
 """Whether the rank was asked for."""
+_told: Rank | None = None
+"""The rank that was last given as an answer."""
 
 
 def ask() -> None:
@@ -62,7 +66,9 @@ class _Environment(type(os.environ)):  # type: ignore[misc]
 @contextlib.contextmanager
 def seen_as(rank: Rank) -> Iterator[None]:
     """Chain worker: a context in which the script's code has this rank."""
-    global _asked
+    global _asked, _told
+    if _told not in (None, rank):
+        _forget()
     os.environ.__class__ = _Environment
     told = dict(rank.environment)
     with set_as({(ENVIRONMENT, name): told.get(name) for name in {*told, *_OF_HOST}}):
@@ -70,7 +76,15 @@ def seen_as(rank: Rank) -> Iterator[None]:
         with _group(*rank.group) if rank.group else contextlib.nullcontext():
             yield
         asked = _asked
-    _asked = asked
+    _asked, _told = asked, rank if asked else _told
+
+
+def _forget() -> None:
+    """Clear the caches of the script's functions: they may hold the answer that another rank got."""
+    for name, module in list(sys.modules.items()):
+        for value in list(vars(module).values()) if is_own(name) else ():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
 
 
 def asked() -> bool:

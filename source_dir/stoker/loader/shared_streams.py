@@ -56,7 +56,8 @@ class RankOfStreams:
     def lags(self, now: float) -> bool:
         """Whether it lets others wait: the streams do not go on until it takes what it has."""
         most = max(map(self.pass_.ahead_of, range(self.pass_.streams)))
-        return most >= STREAM_AHEAD and now - self.pass_.took > LAG_SHARE * self.pass_.stall_s
+        late = now - self.pass_.took > LAG_SHARE * self.pass_.stall_s
+        return late and most >= STREAM_AHEAD and not self.pass_.waits
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,6 +76,9 @@ class SharedPass(LoaderPass):
 
     def ahead_of(self, stream: int) -> int:
         return max((each.ahead_of(stream) for each in self.takers), default=0)
+
+    def far_ahead(self, shard: int) -> bool:
+        return self.divided or super().far_ahead(shard)
 
     def waits_for(self, stream: int) -> bool:
         return any(each.waits and each.waits_for(stream) for each in self.takers)
@@ -96,6 +100,9 @@ class SharedPass(LoaderPass):
             part = Part(SharedGroup(self.share, block=block, alone=len(mine) == 1))
             for taker in mine:
                 taker.ready[place_there] = [part]
+            if report.last:
+                for taker in self.takers:
+                    taker.delivered.add(report.shard)
 
 
 class SharedStreams:
@@ -117,7 +124,7 @@ class SharedStreams:
             return
         place = wanted.digest, split
         self._gathering.setdefault(place, []).append(member)
-        if len(self._gathering[place]) == wanted.ranks:
+        if split or len(self._gathering[place]) == wanted.ranks:
             self._gather_s = GATHER_S
             self._begin(place)
             return
@@ -135,7 +142,13 @@ class SharedStreams:
         return next(shared, "") if member.served else ""
 
     def _begin(self, place: tuple[bytes, str]) -> None:
+        """Read for those who are there; copies that served all before wait for all of them."""
         members, copies = self._gathering[place], self._attempt.copies
+        mine = copies.get(place[1])
+        if len(members) < sum(
+            found is mine and split[-1] != "+" for split, found in copies.items()
+        ):
+            return
         first = min(members, key=lambda each: (each.wanted.part, each.key))
         split = place[1] or f"{first.pass_.plan.split}+"
         if any(each.plan.split == split for each in self._passes.values()):
@@ -154,7 +167,7 @@ class SharedStreams:
         self._passes[key] = shared
         shared.where = first.pass_.where
         for each in members:
-            each.pass_.delivered, each.pass_.share = shared.delivered, shared.share
+            each.pass_.share = shared.share
         shards = [
             (n, replace(shard, items=(shard.items[0]._replace(wanted=parts),)), skip * len(parts))
             for n, shard, skip in first.shards
@@ -179,7 +192,7 @@ class SharedStreams:
 
     def look(self, now: float) -> None:
         for place, members in list(self._gathering.items()):
-            if now - members[0].since > self._gather_s:
+            if now - members[0].since > min(self._gather_s, members[0].pass_.stall_s / 4):
                 self._gather_s = max(self._gather_s / 2, LEAST_GATHER_S)
                 self._begin(place)
         for key, pass_ in list(self._passes.items()):

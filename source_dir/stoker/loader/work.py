@@ -307,10 +307,10 @@ class LoaderWork:
                     made = _ending(error, f"batch {number} {what}")
                 if len(generators) > 1:
                     read = states()
-                    if all(each == generators[0] for each in generators):
-                        generators = [read] * len(generators)
-                    elif read != generators[0]:
-                        ask()  # each part would have read other records
+                    if any(each != generators[0] for each in generators):
+                        ask()  # each part might have read other records
+                    generators = [read] * len(generators)
+                    before = batch_digest(records) if number == 0 else None
                 for place, part in enumerate(taken):
                     if place:
                         torchs._worker_info = info
@@ -318,6 +318,8 @@ class LoaderWork:
                     mine = records[part * size :][:size] if size and parts > 1 else records
                     batch = made or self._collated(order, place, mine, number)
                     generators[place] = states()
+                    if len(generators) > 1 and number == 0 and batch_digest(records) != before:
+                        ask()  # the last group is filled up with these records
                     yield batch  # continues after a failure, as torch does; a generator that raised is exhausted
                 if isinstance(batch, MadeBatch) and batch.ended:
                     return
