@@ -136,7 +136,7 @@ class LoaderSource:
 
     @contextlib.contextmanager
     def _script_works(self, rank: Rank, said: Said) -> Iterator[None]:
-        with heard(said), self._script.active(), seen_as(rank):
+        with heard(said), self._script.active(), seen_as(rank, self._own):
             yield
         self._own |= asked()
 

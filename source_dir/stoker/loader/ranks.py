@@ -64,11 +64,17 @@ class _Environment(type(os.environ)):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def seen_as(rank: Rank) -> Iterator[None]:
-    """Chain worker: a context in which the script's code has this rank."""
+def seen_as(rank: Rank, known: bool) -> Iterator[None]:
+    """Chain worker: a context in which the script's code has this rank.
+
+    Args:
+        rank: the script's.
+        known: whether this loader's code has asked for it before; otherwise, it has to ask itself.
+    """
     global _asked, _told
-    if _told not in (None, rank):
+    if _told is not None and (_told != rank or not known):
         _forget()
+        _told = None
     os.environ.__class__ = _Environment
     told = dict(rank.environment)
     with set_as({(ENVIRONMENT, name): told.get(name) for name in {*told, *_OF_HOST}}):
@@ -80,7 +86,7 @@ def seen_as(rank: Rank) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Clear the caches of the script's functions: they may hold the answer that another rank got."""
+    """Clear the caches of the script's functions: they may hold an answer."""
     for name, module in list(sys.modules.items()):
         for value in list(vars(module).values()) if is_own(name) else ():
             if isinstance(value, functools._lru_cache_wrapper):
