@@ -6,6 +6,7 @@ and by SIGTERM, too; the seed of the steps is printed and can be given as `STOKE
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -243,6 +244,11 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
 
     store = open_store(str(small_disk / "kept"))
     assert store.names() == ["step-00000005"]
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    refused = run_job(tmp_path, **job, checkpoint={"dir": str(small_disk / "kept")})
+    assert refused.code == 2 and (refused.summary.error or "").endswith(disk)
     assert verify(store, "step-00000005") is None
 
 

@@ -262,6 +262,8 @@ def refuse_unwritable(where: str, key: str) -> None:
             file.unlink()
     except OSError as error:
         cause = " ".join((error.strerror or str(error)).split())[:300]
+        if error.errno == errno.ENOSPC and "://" not in where:
+            cause = f"{cause}; {disk_text(Path(where))}"
         raise UsageError(f"{key}: {where} cannot be written: {cause}") from error
 
 
