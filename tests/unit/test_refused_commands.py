@@ -272,11 +272,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(here.rglob("*"))
+    before = files_in(here)
     code, lines, _ = type_command(words, capsys)
     assert (code, len(lines)) == (2, 1), lines
     assert said in lines[0]
-    assert sorted(here.rglob("*")) == before
+    assert files_in(here) == before
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All but the bytecode of the recipes that Python imports."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
 @pytest.mark.parametrize(("words", "said"), COMMANDS, ids=[words for words, _ in COMMANDS])
