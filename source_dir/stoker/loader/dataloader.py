@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, IterDataPipe
@@ -222,10 +222,10 @@ class DataLoader(TorchDataLoader[Item]):
     def _packed(self) -> tuple[Any, Any, Any]:
         """Packed: where and how the script runs, the modules it has loaded again, and its workers' work."""
         folder = str(Path.cwd())
-        path, dataset = _resolved(folder, *sys.path), self.dataset
+        path, dataset = _resolved(folder, *sys.path), cast(Any, self.dataset)
         if self.parts()[0] > 1:
             dataset = copy.copy(dataset)
-            dataset.process_index = 0  # type: ignore[attr-defined]
+            dataset.process_index = 0
         work = LoaderWork(
             dataset=dataset,
             collate=self.collate_fn,

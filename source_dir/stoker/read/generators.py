@@ -134,31 +134,31 @@ CALLED = {
 
 
 def hold_the_same(one: Any, other: Any) -> bool:
-    """Whether two objects hold one that can change, in attributes, containers or closures."""
+    """Whether two objects hold one that can change, in attributes, containers, closures
+    or globals that the user's own functions name."""
     return not _held_by(one).keys().isdisjoint(_held_by(other))
 
 
 def _held_by(owner: Any) -> dict[int, Any]:
-    seen: dict[int, Any] = {}
-    level = [owner]
+    level, seen = [owner], {id(owner): owner}
     while level:
         following = gc.get_referents(*(value for value in level if type(value) in CONTAINERS))
         for value in level:
             if type(value) not in CONTAINERS:
-                following += _within(value)[0]
+                own, shared = _within(value)
+                following += [*own, *shared]
         level = list({id(v): v for v in following if id(v) not in seen and _can_change(v)}.values())
         seen |= {id(value): value for value in level}
     fixed = (tuple, types.FunctionType, types.BuiltinFunctionType)
-    return {n: value for n, value in seen.items() if not isinstance(value, fixed)} | {
-        id(owner): owner for owner in [owner] if not isinstance(owner, fixed)
-    }
+    return {n: value for n, value in seen.items() if not isinstance(value, fixed)}
 
 
 def _can_change(value: Any) -> bool:
     empty = type(value) in (dict, tuple) and not value
     if empty or type(value) in ATOMS or isinstance(value, type | types.ModuleType):
         return False
-    return not any(kind.__name__ in CALLED for kind in type(value).__mro__)
+    kinds = (kind for kind in type(value).__mro__ if kind.__module__.startswith("transformers."))
+    return not any(kind.__name__ in CALLED for kind in kinds)
 
 
 def _within(value: Any) -> tuple[Iterable[Any], Iterable[Any]]:
