@@ -18,13 +18,12 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stoker.read.generators import is_own_file
+from stoker.read.generators import WhenImported, is_own_file
 from stoker.serve.blocks.packing import content_of
 
 LARGEST = 1 << 24
@@ -163,33 +162,17 @@ def _fill(value: Any, content: Any = None) -> Any:
     return parts
 
 
-class _Loading(MetaPathFinder):
-    """Gives modules that are imported later the values of the active state."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if _active is None or name not in _active.modules:
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_set(module: Any) -> None:
-                load(module)
-                if _active is not None and name in _active.modules:
-                    _active.loaded(name)
-
-            spec.loader.exec_module = load_and_set  # type: ignore[method-assign]
-        return spec
+def _is_set(module: str) -> bool:
+    return _active is not None and module in _active.modules
 
 
-_loading = _Loading()
+def _set_loaded(module: Any) -> None:
+    if _active is not None and _is_set(module.__name__):
+        _active.loaded(module.__name__)
 
 
-def follow_imports() -> None:
-    if _loading not in sys.meta_path:
-        sys.meta_path.insert(0, _loading)
+follow_imports = WhenImported(_is_set, _set_loaded).follow
+"""Gives modules that are imported later the values of the active state."""
 
 
 def state_of_script() -> ScriptState:

@@ -16,7 +16,9 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -177,6 +179,37 @@ def _globals_of(function: types.FunctionType, code: types.CodeType) -> list[Any]
     own = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return own + [value for each in inner for value in _globals_of(function, each)]
+
+
+class WhenImported(MetaPathFinder):
+    """Calls `then` with modules of these names as soon as they have been imported."""
+
+    def __init__(self, wanted: Callable[[str], bool], then: Callable[[Any], None]) -> None:
+        self.wanted, self.then = wanted, then
+
+    def follow(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        with suppress(ValueError):  # another thread may have done so
+            sys.meta_path.remove(self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not self.wanted(name):
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_then(module: Any) -> None:
+                load(module)
+                self.then(module)
+
+            spec.loader.exec_module = load_then  # type: ignore[method-assign]
+        return spec
 
 
 def is_own(module: str) -> bool:

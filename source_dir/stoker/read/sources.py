@@ -7,16 +7,14 @@ function, which `stoker.data` exports.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import random
 import sys
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
-from importlib.abc import MetaPathFinder
 from itertools import accumulate, chain, repeat
 from pathlib import Path
 from traceback import walk_tb
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from stoker.errors import UsageError
 from stoker.protocol import BadRecord, Record, Shard
-from stoker.read.generators import HeldGenerators
+from stoker.read.generators import HeldGenerators, WhenImported
 
 if TYPE_CHECKING:
     import numpy as np
@@ -308,36 +306,19 @@ def seed_torch(seed: int) -> None:
     if generator is not None:
         generator.manual_seed(seed)
     else:
-        _when_loaded.seed = seed
-        if _when_loaded not in sys.meta_path:
-            sys.meta_path.insert(0, _when_loaded)
+        _later["seed"] = seed
+        _when_loaded.follow()
 
 
-class _WhenLoaded(MetaPathFinder):
-    seed = 0
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        _forget_torch()
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_seed(module: Any) -> None:
-                load(module)
-                module.default_generator.manual_seed(self.seed)
-
-            spec.loader.exec_module = load_and_seed  # type: ignore[method-assign]
-        return spec
+_later: dict[str, int] = {}
 
 
-_when_loaded = _WhenLoaded()
+def _seed_loaded(torch: Any) -> None:
+    _when_loaded.stop()
+    torch.default_generator.manual_seed(_later["seed"])
 
 
-def _forget_torch() -> None:
-    with suppress(ValueError):  # another thread may have done so
-        sys.meta_path.remove(_when_loaded)
+_when_loaded = WhenImported("torch".__eq__, _seed_loaded)
 
 
 def seeded(
@@ -364,7 +345,7 @@ def drawing(text: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _forget_torch()
+        _when_loaded.stop()
         restore_generators(before)
 
 
