@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from stoker.chain.clips import DecodeVideo as DecodeVideo
     from stoker.chain.joint import Boxes as Boxes
     from stoker.chain.joint import DecodeMask as DecodeMask
-    from stoker.chain.joint import Joint as Joint
     from stoker.chain.joint import KeyPoints as KeyPoints
     from stoker.chain.stages import RecordTransform as RecordTransform
     from stoker.chain.transforms import CenterCrop as CenterCrop
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "protocol": "BadRecord Pad Record Shard",
-    "chain.joint": "Boxes DecodeMask Joint KeyPoints",
+    "chain.joint": "Boxes DecodeMask KeyPoints",
     "chain.stages": "RecordTransform",
     "chain.clips": "DecodeVideo",
     "chain.transforms": "CenterCrop CheckLabel Compose DecodeImage Drop GaussianBlurs RandomHorizontalFlip"

@@ -15,7 +15,6 @@ from stoker.data import (
     Boxes,
     DecodeImage,
     DecodeMask,
-    Joint,
     KeyPoints,
     RecordTransform,
     read_torch,
@@ -85,7 +84,7 @@ class BinaryLate(Base):
     """Masks of 0 and 255, divided on the device: "pass ignore_index=255" would ignore all of the foreground."""
 
     class_names = ("background", "nerve")
-    chain = (DecodeImage("L"), DecodeMask("mask"), Joint(v2.RandomCrop(16), masks=["mask"]))
+    chain = (DecodeImage("L"), DecodeMask("mask"), v2.RandomCrop(16))
     shapes = "image 1×16×16, mask 16×16"
 
     def row(self, index: int) -> dict[str, Any]:

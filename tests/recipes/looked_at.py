@@ -9,7 +9,8 @@ import numpy as np
 
 from stoker.data import (
     BadRecord,
-    Joint,
+    Boxes,
+    DecodeMask,
     Record,
     RecordTransform,
     Shard,
@@ -125,7 +126,7 @@ class LookedAt(Recipe):
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],
-            "boxes": [*dropped("note"), Joint(v2.RandomHorizontalFlip(1.0), ["mask"], ["boxes"])],
+            "boxes": [*dropped("note"), DecodeMask(), Boxes(), v2.RandomHorizontalFlip(1.0)],
         }
         return chains[self.chain]
 

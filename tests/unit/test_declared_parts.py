@@ -24,7 +24,6 @@ from stoker.data import (
     DecodeMask,
     DecodeVideo,
     Drop,
-    Joint,
     KeyPoints,
     Pad,
     RandomHorizontalFlip,
@@ -73,7 +72,6 @@ class OwnCrop(v2.RandomCrop):
 
 
 MOVED: dict[str, list[Any]] = {
-    "Joint": [*DECODE, Joint(v2.Compose([CROP, FLIP, v2.RandomRotation(90)]))],
     "v2": [*DECODE, CROP, FLIP, v2.RandomVerticalFlip()],
     "a Compose": [*DECODE, v2.Compose([CROP, v2.ColorJitter(), FLIP])],
     "v1 Compose of v2": [*DECODE, v1.Compose([CROP, v1.ColorJitter(), FLIP])],
@@ -81,7 +79,7 @@ MOVED: dict[str, list[Any]] = {
     "RandomApply": [*DECODE, CROP, v2.RandomApply([v2.RandomVerticalFlip()])],
     "own subclass": [*DECODE, OwnCrop(12)],
     "Stoker's": [*DECODE, CROP, RandomHorizontalFlip(), CheckLabel(9)],
-    "behind Joint": [*DECODE, Joint(CROP), FLIP, v1.CenterCrop(12)],
+    "v2 and v1": [*DECODE, CROP, FLIP, v2.RandomRotation(90), v1.CenterCrop(12)],
     "after an array": [*DECODE, Remap(np), CROP, FLIP],
     "after a tensor": [*DECODE, Remap(torch), FLIP, CROP],
     "after a batch": [*DECODE, lambda columns: columns, CROP, FLIP],
@@ -101,7 +99,7 @@ def test_a_declared_mask_moves_with_its_image(case: str) -> None:
 
 
 def test_a_mask_is_resized_without_mixing_its_classes() -> None:
-    for resize in (v2.Resize((13, 17)), RandomResizedCrop((13, 17)), Joint(v2.Resize((13, 17)))):
+    for resize in (v2.Resize((13, 17)), RandomResizedCrop((13, 17))):
         columns, _ = run([pair(str(i)) for i in range(8)], *DECODE, resize)
         assert columns["mask"].shape[1:] == columns["image"].shape[2:] == (13, 17)
         assert set(np.unique(columns["mask"])) <= set(range(5))
@@ -160,11 +158,9 @@ MOVES_FIRST: list[list[Any]] = [
     [DecodeImage(), RandomHorizontalFlip(), DecodeMask()],
     [DecodeImage(), v2.RandAugment(), DecodeMask()],
     [DecodeImage(), v1.RandomRotation(9), DecodeMask()],
-    [DecodeImage(), FLIP, Joint(CROP)],
     [DecodeImage(), FLIP, Drop("x"), Boxes()],
 ]
 MOVES_BOTH: list[list[Any]] = [
-    [*DECODE, FLIP, Joint(CROP)],
     [DecodeImage(), v2.ColorJitter(), DecodeMask()],
     [DecodeImage(), v2.Resize(9), DecodeMask()],
     [DecodeImage(), FLIP, Made(), Boxes()],
@@ -193,18 +189,17 @@ def test_boxes_follow_their_image_and_those_outside_go_with_their_labels() -> No
     crop = v2.Compose([v2.RandomCrop(10), FLIP, v2.SanitizeBoundingBoxes()])
     pads = {"boxes": Pad(0), "labels": Pad(-1)}
     counts = set()
-    for entries in ([Joint(crop, boxes=["boxes"])], [DecodeMask(), Boxes(), crop]):
-        columns, report = run(records, DecodeImage(), *entries, pads=pads)
-        assert not report.bad
-        for i in range(40):
-            mask = columns["mask"][i]
-            boxes, labels = columns["boxes"][i : i + 1].values, columns["labels"][i : i + 1].values
-            counts.add(len(boxes))
-            assert sorted(labels) == [c for c in (1, 2) if (mask == c).any()]
-            for (x1, y1, x2, y2), label in zip(boxes.astype(int), labels, strict=True):
-                rows, places = np.nonzero(mask == label)
-                corners = (places.min(), rows.min(), places.max() + 1, rows.max() + 1)
-                assert (x1, y1, x2, y2) == corners
+    columns, report = run(records, DecodeImage(), DecodeMask(), Boxes(), crop, pads=pads)
+    assert not report.bad
+    for i in range(40):
+        mask = columns["mask"][i]
+        boxes, labels = columns["boxes"][i : i + 1].values, columns["labels"][i : i + 1].values
+        counts.add(len(boxes))
+        assert sorted(labels) == [c for c in (1, 2) if (mask == c).any()]
+        for (x1, y1, x2, y2), label in zip(boxes.astype(int), labels, strict=True):
+            rows, places = np.nonzero(mask == label)
+            corners = (places.min(), rows.min(), places.max() + 1, rows.max() + 1)
+            assert (x1, y1, x2, y2) == corners
     assert counts == {0, 1}
 
 
@@ -224,12 +219,11 @@ def test_boxes_that_are_none_in_their_format_are_quarantined(format: str) -> Non
     whole, wrong = BOXES[format]
     infinite = [[np.nan, 20, 30, 35], [10, 20, np.inf, 35]]
     records = [boxed(np.array([[1, 2, 3, 4], box], "f4")) for box in [*whole, *wrong, *infinite]]
-    for entry in (Boxes("boxes", format), Joint(FLIP, boxes=["boxes"], format=format)):
-        columns, report = run(records, DecodeImage(), entry)
-        assert len(columns["boxes"]) == len(whole)
-        says = ["set `format`"] * len(wrong) + ["padding; leave such rows out"] * 2
-        for reason, expected in zip(reasons(report), says, strict=True):
-            assert expected in reason
+    columns, report = run(records, DecodeImage(), Boxes("boxes", format))
+    assert len(columns["boxes"]) == len(whole)
+    says = ["set `format`"] * len(wrong) + ["padding; leave such rows out"] * 2
+    for reason, expected in zip(reasons(report), says, strict=True):
+        assert expected in reason
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64, np.float16, np.float64])
@@ -258,18 +252,6 @@ def test_what_a_users_transform_makes_of_boxes_is_the_users() -> None:
     last = v2.Compose([v2.RandomHorizontalFlip(1), Shares()])
     columns, _ = run([boxed([[10, 5, 30, 21]], width=40)], DecodeImage(), Boxes(), last)
     assert columns["boxes"][0] == pytest.approx(np.array([[0.25, 0.125, 0.75, 0.525]]))
-
-
-def test_joint_needs_the_columns_that_it_names() -> None:
-    flip = v2.RandomHorizontalFlip(1)
-    plain = boxed([[1, 2, 5, 6]])
-    columns, _ = run([plain], DecodeImage(), Joint(flip, boxes=["boxes"]))
-    assert columns["boxes"].tolist() == [[[55, 2, 59, 6]]]
-    for lacking in (Joint(flip), Joint(flip, masks=["mask"], boxes=["boxes"])):
-        assert "no column 'mask'" in reasons(run([plain], DecodeImage(), lacking)[1])[0]
-    for early in (Boxes(), Joint(flip, boxes=["boxes"])):
-        assert "put DecodeImage() before" in reasons(run([plain], early)[1])[0]
-    assert Joint(flip).random and not Joint(v2.Resize(8)).random
 
 
 class Halve(RecordTransform):
@@ -303,7 +285,6 @@ UNFIT: dict[str, tuple[dict[str, Any], list[Any], str]] = {
     "a wrong checksum": ({"mask": flipped(encoded(NUMBERS), 50)}, [], "checksum of the PNG's b'ID"),
     "key points with visibility": (POINTS, [KeyPoints()], "key points are … × 2"),
     "flat boxes": ({"boxes": [1, 2, 3, 4]}, [Boxes()], "boxes are number × 4"),
-    "encoded": ({"seg": b"x"}, [Joint(CROP, masks=["seg"])], "put DecodeMask('seg') before"),
 }
 
 
@@ -325,10 +306,9 @@ def test_rows_that_go_with_boxes_are_not_those_of_a_mask() -> None:
     assert columns["mask"].shape == (1, 2, 3, 60)
 
 
-MISSPELT = [Joint(v2.Identity(), masks=["maks"]), DecodeVideo(2, column="maks")]
-
-
-@pytest.mark.parametrize("entry", [DecodeMask("maks"), Boxes("maks"), *MISSPELT])
+@pytest.mark.parametrize(
+    "entry", [DecodeMask("maks"), Boxes("maks"), DecodeVideo(2, column="maks")]
+)
 def test_a_misspelt_column_is_named_with_the_closest(entry: Any) -> None:
     _, report = run([pair("0")], DecodeImage(), ("stage", entry))
     line = "stage: LookupError: no column 'maks'; did you mean mask? (columns: image, mask)"

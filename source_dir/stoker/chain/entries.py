@@ -18,7 +18,6 @@ from stoker.chain.joint import (
     Declaration,
     DecodeMask,
     ImageModule,
-    Joint,
     moves_pixels,
     parts_of,
 )
@@ -244,9 +243,7 @@ _OF_STOKER = (ImageTransform, ImageModule, GaussianBlurs, CheckLabel, DecodeImag
 
 
 def declared_by(entry: Any) -> dict[str, Declaration]:
-    if isinstance(entry, Declaration):
-        return dict.fromkeys(entry.columns, entry)
-    return entry.own if isinstance(entry, Joint) else {}
+    return dict.fromkeys(entry.columns, entry) if isinstance(entry, Declaration) else {}
 
 
 def compare_exif(stages: list[Stage]) -> None:
@@ -260,9 +257,7 @@ def compare_exif(stages: list[Stage]) -> None:
             "preprocess(): put DecodeImage() before DecodeMask(); it compares their EXIF"
         )
     dropped = [n for s in stages if isinstance(s.apply, Drop) for n in s.apply.columns]
-    needed = list[str]()
-    for apply in (stage.apply for stage in stages):
-        needed += apply.needed if isinstance(apply, Joint) else declared_by(apply)
+    needed = [name for stage in stages for name in declared_by(stage.apply)]
     for number, stage in enumerate(stages):
         if isinstance(stage.apply, DecodeImage | DecodeMask):
             decoder = copy(stage.apply)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -312,34 +312,3 @@ def moves_pixels(module: Any) -> bool:
     own = [kind for kind in kinds if kind.__module__.startswith("torchvision.")]
     homes = [getattr(v2, kind.__name__, kind).__module__ for kind in own]
     return any(home.endswith(("._geometry", "._auto_augment")) for home in homes)
-
-
-class Joint(ImageModule):
-    """A v2 transform that declares masks and boxes itself: `DecodeMask` or `Boxes`, then the transform.
-
-    Args:
-        transform: a v2 transform or a `v2.Compose`.
-        masks: columns of class numbers, height × width, the size of the image. Default: `mask`, which records
-            may lack if `boxes` are given.
-        boxes: columns of boxes, number × 4, in pixels.
-        format: of the boxes: XYXY, XYWH or CXCYWH.
-    """
-
-    def __init__(
-        self,
-        transform: Any,
-        masks: Sequence[str] | None = None,
-        boxes: Sequence[str] = (),
-        format: str = "XYXY",
-    ) -> None:
-        super().__init__(transform)
-        names = ("mask",) if masks is None else masks
-        self.needed = (*(() if masks is None and boxes else names), *boxes)
-        self.own: dict[str, Declaration] = dict.fromkeys(names, DecodeMask())
-        self.own |= {name: Boxes(name, format) for name in boxes}
-        self.declared = self.own
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        for name in self.needed:
-            column_value(record, name)
-        return super().__call__(record, rng)
