@@ -39,7 +39,6 @@ from stoker.place import (
     PACKAGE_VARIABLE,
     PLACE_VARIABLE,
     RUN_DIR_VARIABLE,
-    SOURCE_DIR_VARIABLE,
     STOP_FILE,
 )
 from stoker_launcher import run_directory
@@ -210,7 +209,6 @@ def plan(
         if resolved.config.script is None:
             check_recipe(job)
     variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **credentials}
-    variables[SOURCE_DIR_VARIABLE] = str(job.source_dir or "")
     if cluster is None:
         run_dir, lasting = found.run_dir or _own(run_directory.new_run_dir(job)), None
         variables[PLACE_VARIABLE] = "local"

@@ -42,7 +42,7 @@ class ImageClassification(Recipe):
     labels: str | None = Field(
         None,
         description="CSV file with the labels of images in any folders: image, label and, for validation,"
-        " split; or a column of 0 and 1 per class of class_names",
+        " split",
     )
     label_separator: str | None = Field(
         None, description="separates several labels in a cell of params.labels"
@@ -132,7 +132,6 @@ class ImageClassification(Recipe):
             self.image_column if "image_column" in chosen else None,
             self.label_column if "label_column" in chosen else None,
             self.names,
-            self.multi_label,
             self.ignore,
         )
 
@@ -144,8 +143,7 @@ class ImageClassification(Recipe):
         from stoker.read.detect import find_classes, refuse_absent_columns
 
         source = self.read("train")
-        own_chain = type(self).preprocess is not ImageClassification.preprocess
-        if not own_chain:
+        if type(self).preprocess is ImageClassification.preprocess:
             columns = {"image_column": self.image_column, "label_column": self.label_column}
             refuse_absent_columns(self.data, source, columns)
         # Of a recipe that names the classes of folders, the names are for people.
@@ -157,7 +155,6 @@ class ImageClassification(Recipe):
             self.label_column,
             self.names or ([] if lists else [*self.class_names]),
             self.num_classes,
-            own_chain,
         )
         if self.num_classes is None and count < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")

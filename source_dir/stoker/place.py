@@ -28,8 +28,6 @@ KILLED_AFTER_VARIABLE = "STOKER_KILLED_AFTER_S"
 """Slurm: `killed_after_s` of a job with a time limit, before which SIGTERM comes."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which you ran the command; relative data paths refer to it."""
-SOURCE_DIR_VARIABLE = "STOKER_SOURCE_DIR"
-"""Local runs: your folder, of which the job's folder is a copy."""
 
 CHECK_VARIABLE = "STOKER_CHECK_ONLY"
 """Local runs: end before a cluster forms, with what the checks found (`--dry-run`)."""

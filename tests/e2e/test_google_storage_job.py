@@ -17,7 +17,7 @@ from tests.fakes.google_cloud import BUCKET, cloud_storage
 def test_a_job_reads_gs_and_resumes_from_gs(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two whole jobs; what they ask of Cloud Storage: tests/unit/test_stores.py."""
+    """Two whole jobs; what they ask of Cloud Storage: tests/unit/test_far_files.py."""
     with cloud_storage() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -85,24 +85,6 @@ class Draws(Recipe):
         return {"transform": [Augment()], "batch": [augment]}.get(self.where, [])
 
 
-class Change(RecordTransform):
-    """Changes the very record that it gets, as many transforms do."""
-
-    random = False
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        record["twice"] = record.get("twice", 0) + 2
-        return record
-
-
-class Chained(Draws):
-    def read(self, split: str) -> Any:
-        return super().read(split) or read_range(self.n)
-
-    def preprocess(self, split: str) -> list[Any]:
-        return [Change(), *super().preprocess(split)]
-
-
 class Split(Recipe):
     n: int = 100
 

@@ -67,7 +67,7 @@ VAL = {"e.JPG": 0, "images/_f.jpg": 2}
 ALIKE = {
     "stems": SPLIT,
     "names": SPLIT.replace("\na,", "\na.jpg,").replace("\ne,", "\ne.JPG,"),
-    "paths": SPLIT.replace("\na,", "\nimages/a.jpg,").replace("\nd,", "\n./images\\deep\\d.jpg,"),
+    "paths": SPLIT.replace("\na,", "\nimages/a.jpg,").replace("\nd,", "\n./images/deep/d.jpg,"),
     "paths without a suffix": SPLIT.replace("\nd,", "\nimages/deep/d,"),
     "a byte order mark and Windows": "\ufeff" + SPLIT.replace("\n", "\r\n"),
     "semicolons": SPLIT.replace(",", ";"),
@@ -111,43 +111,21 @@ def test_labels_are_text_or_integers_as_written(case: str, tmp_path: Path) -> No
 
 BY_SIGN = "image,label,split\na,cat,train\nb,dog|cat,train\nc,,train\nd,eel,train\n"
 BY_SIGN += "e,cat,val\n_f,dog|cat,val\n"
-PER_CLASS = "image,cat,dog,eel,split\na,1,0,0,train\nb,1,1,0,train\nc,0,0,0,train\n"
-PER_CLASS += "d,0,0,1,train\ne,1,0,0,val\n_f,1,1,0,val\n"
 ANIMALS = ["cat", "dog", "eel"]
-OF_CLASSES = {"class_names": ANIMALS, "multi_label": True}
-SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
-    "separated": ({"label_separator": "|"}, BY_SIGN),
-    "by spaces": ({"label_separator": " "}, BY_SIGN.replace("|", "  ")),
-    "a column per class": (OF_CLASSES, PER_CLASS),
-    "True and False": (OF_CLASSES, PER_CLASS.replace("1", "True").replace(",0", ",False")),
-}
 
 
-@pytest.mark.parametrize("case", SEVERAL)
-def test_several_labels_of_an_image_are_a_vector_of_0_and_1(case: str, tmp_path: Path) -> None:
-    params, csv = SEVERAL[case]
-    found, names, notes = read(folder(tmp_path, csv), **params)
+@pytest.mark.parametrize(("separator", "csv"), [("|", BY_SIGN), (" ", BY_SIGN.replace("|", "  "))])
+def test_several_labels_of_an_image_are_a_vector_of_0_and_1(
+    separator: str, csv: str, tmp_path: Path
+) -> None:
+    found, names, notes = read(folder(tmp_path, csv), label_separator=separator)
     assert names == ANIMALS
     train = {"images/a.jpg": [1, 0, 0], "images/b.png": [1, 1, 0], "images/c.png": [0, 0, 0]}
     assert found["train"] == {**train, "images/deep/d.jpg": [0, 0, 1]}
     assert found["val"] == {"e.JPG": [1, 0, 0], "images/_f.jpg": [1, 1, 0]}
     [note] = notes
     assert "1 image without a label, so of no class (first: c)" in note
-    assert opened(tmp_path, **params)[0].params["multi_label"] is True
-
-
-def test_columns_of_classes_that_exclude_each_other_are_one_label(tmp_path: Path) -> None:
-    csv = "image,cat,dog,eel,split\na,1,0,0,train\nb,0,1,0,train\nc,0,0,1,train\nd,0,1,0,train\n"
-    csv += "e,1,0,0,val\n_f,0,0,1,val\n"
-    found, names, notes = read(folder(tmp_path, csv), class_names=ANIMALS)
-    assert (found, names, notes) == ({"train": TRAIN, "val": VAL}, ANIMALS, [])
-    for cells, says in (
-        ("1,1,0", r"1 row with 1 in several columns; write params.multi_label: true .*line 3, b"),
-        ("0,0,0", r"1 row without a label .*line 3, b"),
-        ("-1,1,0", r"1 row with something else than 0 and 1 in the column .*line 3, b: cat = '-1'"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            opened(folder(tmp_path, csv.replace("b,0,1,0", f"b,{cells}")), class_names=ANIMALS)
+    assert opened(tmp_path, label_separator=separator)[0].params["multi_label"] is True
 
 
 def test_the_loss_of_several_labels_is_binary_and_its_metric_counts_all_of_them() -> None:
@@ -292,8 +270,8 @@ def test_the_file_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_mixes_single_labels_is_refused_with_several(tmp_path: Path) -> None:
-    root = folder(tmp_path, SEVERAL["a column per class"][1])
-    params = {"data": str(root), "labels": "labels.csv", **OF_CLASSES}
+    root = folder(tmp_path, BY_SIGN)
+    params = {"data": str(root), "labels": "labels.csv", "label_separator": "|"}
     train = {"mixup": 0.2, "label_smoothing": 0.1, "batch_size": 2}
     (tmp_path / "job.yaml").write_text(json.dumps({"params": params, "train": train}))
     says = "train.label_smoothing, train.mixup: the images may have several"
@@ -330,8 +308,8 @@ BREEDS = rows("id,breed", lambda n: f"{n},{'ab'[n % 2]}")
 KAGGLE = {"labels": "all.csv", "image_column": "id", "label_column": "breed"}
 HUB = rows("file_name,label", lambda n: f"{n}.jpg,{'ab'[n % 2]}")
 HUB_WHOLE = rows("file_name,label", lambda n: f"{('train', 'val')[n // 4]}/{n % 4}.jpg,{n % 2}", 8)
-ROBOFLOW = rows("filename, cat, dog", lambda n: f"{n}.jpg, {n % 2}, {1 - n % 2}")
-PER_CLASS_OF = {"image_column": "filename", "class_names": PETS, "multi_label": True}
+ROBOFLOW = rows("filename,class", lambda n: f"{n}.jpg,{PETS[n % 2]}")
+OF_ROBOFLOW = {"image_column": "filename", "label_column": "class"}
 ALBATROSS = of("images/00{}.Albatross/x.jpg")
 LISTED = {"all.txt": "1 001.Albatross/x.jpg\n"}
 PET_LIST = {"all.txt": "#Image CLASS-ID SPECIES BREED ID\nAbyssinian_0 1 1 1\n"}
@@ -366,8 +344,8 @@ LAYOUTS = {
     ),
     "Roboflow": Layout(
         [*of("train/{}.jpg"), *of("valid/{}.jpg"), *of("test/{}.jpg")],
-        {f"{split}/_classes.csv": ROBOFLOW for split in ("train", "valid", "test")},
-        {"labels": "_classes.csv", **PER_CLASS_OF},
+        {f"{split}/_annotations.csv": ROBOFLOW for split in ("train", "valid", "test")},
+        {"labels": "_annotations.csv", **OF_ROBOFLOW},
         BOTH,
         "4 images of",
     ),

@@ -1,7 +1,8 @@
-"""Files of an object store are fetched ahead: each once, in order, whole or by another way, never in part."""
+"""Files of object stores: read ahead, each byte once, in order, or an error; checkpoints appear whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -16,12 +17,19 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from damage import checked, read_all, tar_of
+from pyarrow import fs
 from spoilt import images
 
-from stoker.data import BadRecord, read_images
-from stoker.read.far_files import AHEAD_BYTES, MOST_FAILURES, READS, FarFiles, store_of
-
-pytestmark = pytest.mark.unit
+from stoker.data import BadRecord, read_any, read_images
+from stoker.errors import UsageError
+from stoker.protocol import Shard
+from stoker.read import tar, webdataset
+from stoker.read.far_files import AHEAD_BYTES, READS, FarFiles, store_of
+from stoker.read.tar import CHUNKS_PREPARED, Ahead, streamed
+from stoker.storage.checkpoint_store import MANIFEST, Manifest, open_store, verify
+from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
+from tests.fakes import azure, google_cloud
 
 WAIT_S = 30.0
 
@@ -108,37 +116,18 @@ SPOILT: dict[str, Callable[[Any], bool]] = {
 
 @pytest.mark.parametrize("spoilt", SPOILT.values(), ids=SPOILT)
 def test_only_whole_objects_are_used(spoilt: Callable[[Any], bool], serve: Serve) -> None:
-    """obstore gets a spoilt answer to its first or to every request; pyarrow a right one."""
+    """Of each object but the first, a spoilt answer comes to the first or to every request."""
     asked: Counter[str] = Counter()
 
     def answer(request: Any, key: str) -> bool:
         asked[key] += 1
-        right = request.by_pyarrow or key == "right" or (key == "once" and asked[key] > 1)
+        right = key == "right" or (key == "once" and asked[key] > 1)
         return False if right else spoilt(request)
 
     serve(answer)
-    keys = ["right", "once", "always", "right"]
-    assert list(FarFiles("s3://bucket").read(keys)) == [key.encode() for key in keys]
-
-
-def test_requests_that_are_always_refused_are_given_up_and_said_once(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
-    refused: list[str] = []
-
-    def answer(request: Any, key: str) -> bool:
-        if request.by_pyarrow:
-            return False
-        refused.append(key)
-        return bool(request.send(b"<Error/>", status=403))
-
-    serve(answer)
-    keys = [str(number) for number in range(200)]
-    files = FarFiles("s3://bucket")
-    assert list(files.read(keys)) == [key.encode() for key in keys]
-    assert len(refused) <= MOST_FAILURES + READS
-    [line] = [line for line in caplog.messages if "two requests" in line]
-    assert "s3://bucket" in line and "403" in line
+    found = list(FarFiles("s3://bucket").read(["right", "once", "always", "right"]))
+    assert (found[0], found[1], found[3]) == (b"right", b"once", b"right")
+    assert isinstance(found[2], BadRecord) and "cannot be read" in found[2].reason
 
 
 def test_the_credentials_of_a_hosts_role_are_used(
@@ -213,8 +202,6 @@ class Files(FarFiles):
         self.asked[path] += 1
         self.begun.release()
         assert path not in self.held or self.go_on.wait(WAIT_S)
-        if path.startswith("broken"):
-            raise FileNotFoundError(path)
         return path.encode().ljust(self.size)
 
 
@@ -224,15 +211,6 @@ def paths(first: int, count: int = 100) -> list[str]:
 
 def read(files: Files, those: list[str]) -> list[str]:
     return [content.decode().strip() for content in files.read(those)]  # type: ignore[union-attr]
-
-
-def test_shards_come_in_order_and_each_file_is_asked_for_once() -> None:
-    files = Files()
-    for first in range(0, 500, 100):
-        files.expect(paths(first))
-        files.expect(paths(first + 100))
-        assert read(files, paths(first)) == paths(first)
-    assert set(files.asked.values()) == {1}
 
 
 def test_the_next_shard_is_fetched_while_the_last_files_of_one_come() -> None:
@@ -266,11 +244,6 @@ def test_large_files_are_few_at_a_time() -> None:
     reader.close()
 
 
-def test_a_file_that_is_gone_is_a_bad_record_in_its_place() -> None:
-    found = list(Files().read(["0.jpg", "broken.jpg", "1.jpg"]))
-    assert [type(content) for content in found] == [bytes, BadRecord, bytes]
-
-
 def test_images_far_away_are_those_of_local_files(tmp_path: Path) -> None:
     names = [f"train/{label}/{number}.jpg" for label in ("cat", "dog") for number in range(40)]
     images(*((name, name.encode()) for name in names), classes="")(tmp_path)
@@ -293,3 +266,206 @@ def test_a_profile_that_is_not_there_is_left_to_pyarrow(
     serve(lambda request, key: not request.by_pyarrow and bool(request.send(b"wrong")))
     monkeypatch.setenv("AWS_PROFILE", "missing")
     assert list(FarFiles("s3://bucket").read(["a"])) == [b"a"]
+
+
+CHUNK = 1000
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar, "CHUNK_BYTES", CHUNK)
+
+
+class Remote:
+    """A file elsewhere; `before` is called with the place of each request, and may fail it."""
+
+    def __init__(self, content: bytes, before: Callable[[int], object] = lambda at: None) -> None:
+        self.content, self.before = content, before
+        self.asked: list[int] = []
+        self.short = -1
+        self.closed = False
+
+    def size(self) -> int:
+        return len(self.content)
+
+    def read_at(self, count: int, at: int) -> bytes:
+        assert not self.closed
+        self.asked.append(at)
+        self.before(at)
+        return self.content[at : at + count - (100 if at == self.short else 0)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def content_of(size: int) -> bytes:
+    return bytes(i % 251 for i in range(size))
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK, 7 * CHUNK + 123])
+@pytest.mark.parametrize("step", [1, 512, CHUNK, 3 * CHUNK])
+def test_all_bytes_come_once_and_in_order(size: int, step: int, tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(content_of(size))
+    found = b""
+    local = fs.LocalFileSystem()
+    with streamed(Ahead(local.open_input_file(str(tmp_path / "shard")))) as stream:
+        while part := stream.read(step):
+            found += part
+        assert stream.read(step) == b""
+    assert found == content_of(size)
+
+
+@pytest.mark.parametrize("where", [0, 1, 4])
+def test_a_read_that_fails_is_an_error_however_often_it_is_tried(where: int) -> None:
+    def breaks(at: int) -> None:
+        if at == where * CHUNK:
+            raise OSError("the connection broke")
+
+    file = Remote(content_of(5 * CHUNK), breaks)
+    with Ahead(file) as ahead, streamed(ahead) as stream:
+        assert stream.read(where * CHUNK) == file.content[: where * CHUNK]
+        for _ in range(3):
+            with pytest.raises(OSError, match="the connection broke"):
+                stream.read(CHUNK)
+
+
+def test_an_answer_that_is_cut_short_is_an_error_and_not_the_end() -> None:
+    remote = Remote(content_of(5 * CHUNK))
+    remote.short = 2 * CHUNK
+    with Ahead(remote) as file, streamed(file) as stream:
+        stream.read(2 * CHUNK)
+        with pytest.raises(OSError, match="900 of 1000 bytes came from byte 2000 on"):
+            stream.read(CHUNK)
+
+
+def test_the_file_is_closed_after_what_is_being_read() -> None:
+    """A shard of which nothing more is wanted is let go while a request for it is under way."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waits(at: int) -> None:
+        if at:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+
+    file = Remote(content_of(5 * CHUNK), waits)
+    ahead = Ahead(file)
+    stream = streamed(ahead)
+    stream.read(1)
+    assert begun.wait(WAIT_S)
+    closing = threading.Thread(target=ahead.close)
+    closing.start()
+    assert not file.closed
+    go_on.set()
+    closing.join(WAIT_S)
+    assert file.closed
+
+
+class Shards:
+    def __init__(self) -> None:
+        self.files: dict[str, list[Remote]] = {}
+        self.contents = {
+            name: tar_of((f"{n:03d}.txt", f"{name} {n}".ljust(900).encode()) for n in range(20))
+            for name in ("a.tar", "b.tar")
+        }
+
+    def open_input_file(self, path: str) -> Remote:
+        name = path.rpartition("/")[2]
+        file = Remote(self.contents[name])
+        self.files.setdefault(name, []).append(file)
+        return file
+
+
+@pytest.mark.parametrize("prepared", ["bucket/a.tar", "bucket/b.tar", ""])
+def test_a_shard_that_is_prepared_is_fetched_once_and_another_is_let_go(
+    prepared: str,
+) -> None:
+    shards = Shards()
+    files = [fs.FileInfo(f"bucket/{name}", fs.FileType.File, size=1) for name in ("a.tar", "b.tar")]
+    source = webdataset.WebDatasetSource(files, shards)
+    if prepared:
+        source.prepare(Shard(prepared))
+    texts = [record["text"].strip() for record in source.read(Shard("bucket/a.tar"), None)]
+    assert texts == [f"a.tar {number}" for number in range(20)]
+    assert len(shards.files["a.tar"]) == 1, "opened once, prepared or not"
+    (read,) = shards.files["a.tar"]
+    assert sorted(read.asked) == sorted(set(read.asked)), "no chunk twice"
+    assert all(file.closed for files in shards.files.values() for file in files)
+    if prepared == "bucket/b.tar":
+        assert len(shards.files["b.tar"][0].asked) <= CHUNKS_PREPARED
+
+
+@pytest.fixture(scope="module", params=["gs", "az"])
+def root(request: pytest.FixtureRequest, digits: Path) -> Iterator[str]:
+    """The digits as tar shards, Parquet and images, uploaded as any tool does: objects, no folders."""
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if request.param == "gs":
+            environment = stack.enter_context(google_cloud.cloud_storage())
+            root = f"gs://{google_cloud.BUCKET}"
+        else:
+            environment, _ = stack.enter_context(azure.blob_storage())
+            root = f"az://{azure.CONTAINER}"
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        filesystem, at = filesystem_of(root)
+        files = [
+            path for form in ("webdataset", "parquet") for path in (digits / form).rglob("*.*")
+        ]
+        images = sorted((digits / "images" / "train").rglob("*.jpg"))
+        for path in [*files, *images[:: len(images) // 40]]:
+            with filesystem.open_output_stream(f"{at}/{path.relative_to(digits)}") as stream:
+                stream.write(path.read_bytes())
+        yield root
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["webdataset", "parquet"])
+def test_every_record_comes_once(form: str, root: str) -> None:
+    source = checked(read_any(f"{root}/{form}", "val"))
+    assert source.fingerprint()
+    records = read_all(source)
+    assert not any(isinstance(record, BadRecord) for record in records)
+    assert len({record["key"] for record in records}) == len(records) == 360
+
+
+@pytest.mark.long
+def test_classes_of_images_are_their_folders(root: str) -> None:
+    source = checked(read_any(f"{root}/images", "train"))
+    assert source.classes() == [str(digit) for digit in range(10)]
+    records = read_all(source, 16)
+    assert len(records) == source.count() and not any(isinstance(r, BadRecord) for r in records)
+
+
+@pytest.mark.long
+def test_folders_are_the_beginnings_of_names(root: str) -> None:
+    assert child_folders(root) == ["images", "parquet", "webdataset"]
+    assert child_folders(f"{root}/webdataset") == ["train", "val"]
+    files = list_files(f"{root}/webdataset")
+    bucket = root.partition("://")[2]
+    assert common_folder(files) == f"{bucket}/webdataset/"
+    assert all(file.path.startswith(f"{bucket}/webdataset/") and file.size for file in files)
+    with pytest.raises(UsageError, match=f"{root}/nothing: no such file or folder"):
+        list_files(f"{root}/nothing")
+
+
+@pytest.mark.long
+def test_checkpoints_appear_whole_and_damage_is_found(root: str, tmp_path: Path) -> None:
+    store = open_store(f"{root}/job/checkpoints")
+    assert store.names() == []
+    for step in (5, 12):
+        draft = store.draft()
+        (draft / "model.safetensors").write_bytes(bytes([step]) * 100)
+        (draft / MANIFEST).write_text(Manifest.of(draft, {}).text())
+        store.publish(draft, f"step-{step:08d}")
+    assert store.names() == ["step-00000012", "step-00000005"]
+    assert [verify(store, name) for name in store.names()] == [None, None]
+    with store.local("step-00000012") as folder:
+        assert (folder / "model.safetensors").read_bytes() == bytes([12]) * 100
+    filesystem, at = filesystem_of(root)
+    with filesystem.open_output_stream(
+        f"{at}/job/checkpoints/step-00000012/model.safetensors"
+    ) as stream:
+        stream.write(b"other")
+    assert "damaged" in str(verify(store, "step-00000012"))
+    store.remove("step-00000012")
+    assert store.names() == ["step-00000005"]

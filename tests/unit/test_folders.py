@@ -1,4 +1,4 @@
-"""Folders of files: every file is read, refused or named, whatever lies there and however it is called."""
+"""Folders of files: every file is read, refused or named; sets of files that name their size are whole."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from clouds import WORDS
 from command_line import type_command
-from damage import chained, checked, records
+from damage import chained, checked, records, tar_of
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from spoilt import HEIC, JPG, PHOTO, PNG, both, encoded, images, shard, table
 
 from stoker import figures
 from stoker.config.loading import load
-from stoker.data import DecodeImage, read_any, read_images
+from stoker.data import DecodeImage, read_any, read_images, read_parquet, read_webdataset
 from stoker.entry.main import read_configuration
 from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import open_store
@@ -273,7 +275,7 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
         shutil.rmtree(code, ignore_errors=True)
         job = open_job(load(Path(os.path.relpath(project, typed_in), "job.yaml")))
         job.stage(code, installs=False)
-        for name, value in local.environment(code.parent, job.source_dir).items():
+        for name, value in local.environment(code.parent).items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(code)
 
@@ -288,16 +290,7 @@ def test_a_relative_path_is_never_that_of_the_staged_copy(
     # The run's config.yaml is read from anywhere.
     assert config.checkpoint.dir == str(project / "ckpt")
     staged(elsewhere)
-    assert found("new") == str(elsewhere / "new") and found("own.csv") == str(code / "own.csv")
-    (elsewhere / "small").symlink_to(project / "small")
-    assert found("small") == str(elsewhere / "small"), "the same folder"
-    (elsewhere / "own.csv").write_text("")
-    says = f"own.csv: could be {elsewhere}/own.csv or {project}/own.csv; write"
-    with pytest.raises(UsageError, match=says):
-        found("own.csv")
-    for above in (".", "", "..", "../logs"):
-        (code / above).mkdir(exist_ok=True)
-        assert Path(found(above)) == elsewhere / above, "the copy has one, too"
+    assert found("own.csv") == str(elsewhere / "own.csv"), "the copy has one, too"
     (elsewhere / "step-00000004").mkdir()
     assert locate("step-00000004")[0].where == str(elsewhere)
 
@@ -340,3 +333,61 @@ def test_every_file_of_a_random_folder_is_read_or_refused_or_named(
 
 def listed(source: Any) -> list[Any]:
     return [each for shard in source.shards(100, None) for each in source.listing(shard)]
+
+
+def parts(place: str, *numbers: int, count: int = 2) -> list[str]:
+    return [f"{place.format(f'{number:05}-of-{count:05}')}.parquet" for number in numbers]
+
+
+BOTH = *parts("train/part-{}", 0, 1, 2, count=4), *parts("val/part-{}", 3, count=4)
+THREE = tuple(parts("train/a/x-{}-1f3e", 0, 1, 2, count=3))
+SETS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "a whole set": (THREE, True),
+    "from 1": (tuple(parts("data/train-{}", 1, 2, 3, count=3)), True),
+    "one missing": (THREE[::2], False),
+    "the first missing": (THREE[1:], False),
+    "one of thirty": (tuple(parts("train/part-{}", 2, count=30)), False),
+    "of three thousand million": (tuple(parts("train-{}", 1, count=3_000_000_000)), False),
+    "a copy by a browser": ((*THREE, THREE[0].replace(".", " (1).")), False),
+    "a copy by hand": ((*THREE, THREE[0].replace(".", "-copy.")), False),
+    "one too many": ((*THREE, *parts("train/a/x-{}-1f3e", 4, count=3)), False),
+    "of another size": ((*THREE, *parts("train/a/x-{}-1f3e", 0, count=1)), False),
+    "a held-out shard": (BOTH, True),
+    "folds": ((*parts("train/f-{}", 1, 2, count=3), *parts("val/f-{}", 3, count=3)), True),
+    "a held-out shard for the test": ((*BOTH[:2], BOTH[3], BOTH[2].replace("train", "test")), True),
+    "languages": ((*parts("train-{}.en", 0, 1), *parts("train-{}.de", 0, 1)), False),
+    "numbered to the last": (tuple(parts("train-{}", 0, 1, 2, 3, count=3)), True),
+    "hashes": (("train-0-of-2-1f3e9c2a.parquet", "train-1-of-2-9c2a-deadbeef.parquet"), True),
+    "other ends": (("train-0-of-2-xyz.parquet", "train-1-of-2-uvw.parquet"), True),
+    "whole sets of one name": ((*parts("train/p-{}", 0, 1), *parts("val/p-{}", 0, count=1)), True),
+    "a shard in both splits": ((*BOTH, *parts("val/part-{}", 2, count=4)), False),
+    "a shard in no split": ((*BOTH[:2], BOTH[3]), False),
+    "a copy of the only one": (("train-0-of-1.parquet", "train-0-of-1 (1).parquet"), False),
+    "two versions": (tuple(f"train-0-of-1-{n}e3e9c2a.parquet" for n in "01"), False),
+    "a shard beside the splits": ((*BOTH[:3], *parts("part-{}", 3, count=4)), False),
+}
+
+
+@pytest.mark.parametrize("form", ["parquet", "tar"])
+@pytest.mark.parametrize("case", SETS)
+def test_a_set_that_names_its_size_is_whole_or_refused(
+    case: str, form: str, tmp_path: Path
+) -> None:
+    """It may lie in several splits, and end in a name."""
+    files, whole = SETS[case]
+    read = read_parquet if form == "parquet" else read_webdataset
+    for file in files:
+        path = tmp_path / file.replace("parquet", form)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if form == "parquet":
+            parquet.write_table(pa.table({"label": [0, 1]}), path)
+        else:
+            path.write_bytes(tar_of([("0.cls", b""), ("1.cls", b"")]))
+    assert read(str(path), "train") is not None, "one file by its own path"
+    if not whole:
+        with pytest.raises(UsageError, match=r"which are not this set.*ignore"):
+            read(str(tmp_path), "train")
+        return
+    found: list[Any] = [read(str(tmp_path), split) for split in ("train", "val")]
+    assert (found[1] is not None) >= any("val/" in file for file in files)
+    assert len(found[0].sizes) == sum("train" in file for file in files)

@@ -88,16 +88,6 @@ def test_a_dataset_is_cached_only_if_it_is_declared_cacheable(kind: str) -> None
     assert open_data(job("Halves", data={"cache": kind})).chains["train"].prefix
 
 
-@pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch"])
-def test_a_run_that_draws_can_be_resumed(where: str) -> None:
-    data = open_data(job("Chained", params={"where": where}))
-    found = Config.model_validate({"data": {"order": "exact"}})
-    plan = plan_of(Passes(found, data.sources, {}), data)
-    exact = DataCursor(epoch=0, rows=5, plan=plan)
-    assert data.notes() == []
-    refuse_other_data(exact, exact.plan)
-
-
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is looked at must not depend on the machine."""

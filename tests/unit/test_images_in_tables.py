@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -153,26 +152,6 @@ def test_a_column_named_key_is_refused_unless_it_is_left_out(tmp_path: Path) -> 
     assert rows == [{"key": "0.parquet:0", "x": 1}, {"key": "0.parquet:1", "x": 2}]
 
 
-def spark(pixels: Any, **changes: Any) -> dict[str, Any]:
-    """An image as `spark.read.format("image")` gives it: OpenCV's order of channels."""
-    height, width, channels = pixels.shape
-    stored = pixels[..., [2, 1, 0, 3][:channels] if channels > 1 else [0]]
-    size = {"height": height, "width": width, "nChannels": channels}
-    image = {"origin": "f", **size, "mode": 8 * (channels - 1), "data": stored.tobytes()}
-    return image | changes
-
-
-def test_the_image_struct_of_spark_has_its_channels_or_is_quarantined(tmp_path: Path) -> None:
-    grey, colour = (np.arange(6 * n, dtype=np.uint8).reshape(2, 3, n) for n in (1, 4))
-    undefined, short = spark(grey, mode=-1, data=b""), spark(grey, data=b"12345")
-    images = [spark(grey), spark(colour), undefined, short, spark(grey, mode=5)]
-    found = rows_of(write(tmp_path, pa.table({"picture": images})))
-    assert found[0]["picture"].tolist() == grey.tolist()
-    assert found[1]["picture"].tolist() == colour.tolist()
-    for record, says in zip(found[2:], ("mode -1", "size 5", "mode 5"), strict=True):
-        assert says in record.reason
-
-
 def test_a_struct_that_is_no_image_keeps_its_fields(tmp_path: Path) -> None:
     """Only the bytes of {bytes, path} are a value: of other structs, nothing may be left out."""
     structs = [{"bytes": 12, "path": "a"}, {"bytes": 13, "path": "b"}]
@@ -263,29 +242,6 @@ def test_a_label_that_training_lacks_is_refused_before_the_start(tmp_path: Path)
     refused("val has the label bird, which is no class of train: cat, dog", root)
     says = "the label dog, which is no class of params.class_names"
     refused(says, root, class_names=["cat", "bird"])
-
-
-def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(
-    tmp_path: Path,
-) -> None:
-    def named(*names: str) -> pa.Table:
-        label = {"names": names, "_type": "ClassLabel"}
-        about = {"info": {"features": {"image": {"_type": "Image"}, "label": label}}}
-        return pictures(image=STRUCTS).replace_schema_metadata({"huggingface": json.dumps(about)})
-
-    table = named("a", "b", "c")
-    params, data = opened(write(tmp_path, table))
-    assert (params["num_classes"], params["class_names"]) == (3, ["a", "b", "c"])
-    assert trained(data) == WHOLE
-    for swapped in (["b", "a", "c"], ["c", "x", "y"]):
-        says = "the classes of column label are a, b, c, in this order"
-        refused(says, tmp_path, class_names=swapped)
-    for fitting in (["a", "b", "c"], ["eins", "zwei", "drei"], ["a", "zwei", "c"]):
-        assert opened(tmp_path, class_names=fitting)[0]["class_names"] == fitting
-    for split in ("val", "train"):
-        root = write(tmp_path / split, table)
-        write(tmp_path / split, named("b", "a", "c"), "part-1.parquet", (split,))
-        refused("0 in column label is a in one file and b in another", root)
 
 
 @pytest.mark.parametrize(
@@ -442,11 +398,9 @@ def test_a_column_split_of_a_single_table_tells_training_from_validation(
     assert note.endswith("rows not read: of split NULL, extra")
 
 
-SPARK = [spark(np.full((8, 9, 3), colour, np.uint8)) for colour in COLOURS]
 NESTED = [np.full((8, 8, 3), colour, np.uint8).tolist() for colour in COLOURS]
 WRITTEN: dict[str, tuple[Any, Any]] = {
     "Hugging Face": (STRUCTS, LABELS),
-    "Spark": (SPARK, LABELS),
     "nested lists": (pa.array(NESTED, pa.list_(pa.list_(pa.list_(pa.uint8())))), LABELS),
     "pandas beside a NULL": (PNGS, pa.array(LABELS).cast(pa.float64())),
     "Snowflake": (PNGS, pa.array([Decimal(label) for label in LABELS], pa.decimal128(38, 0))),
@@ -458,7 +412,7 @@ WRITTEN: dict[str, tuple[Any, Any]] = {
 }
 
 
-DELTA = ("Hugging Face", "Spark", "Snowflake", "text", "categories")
+DELTA = ("Hugging Face", "Snowflake", "text", "categories")
 
 
 @pytest.mark.parametrize(

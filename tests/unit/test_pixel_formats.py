@@ -1,11 +1,16 @@
-"""Pixels of every kind of file and object: as numpy computes them, or refused, or named with the scaling."""
+"""Pixels of every kind of file and object: as numpy computes them, or refused; beyond the limit undecoded."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
+import re
 import shutil
 import struct
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from damage import chained, opened_job, preprocessed
+from damage import chained, opened_job, preprocessed, read_all
 from encoders import png, smooth, tiff
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 from spoilt import encoded, images, of
+from torchvision.io import decode_image
 from torchvision.transforms import v2
 from typer.testing import CliRunner
 
-from stoker.data import DecodeImage
-from stoker.errors import UsageError
+from stoker.data import DecodeImage, Pad, Record, RecordTransform, read_any, read_images, read_torch
+from stoker.errors import SchemaError, UsageError
 from stoker_launcher.command_line import app
 
 
@@ -80,22 +86,28 @@ UNREADABLE = "TIFF that Pillow cannot read"
 REFUSED: dict[str, tuple[bytes, str]] = {
     "five bands": (tiff(FIVE, photometric=1, extra=(0,) * 4), UNREADABLE),
     "three bands": (tiff(THREE, photometric=1, extra=(0, 0)), UNREADABLE),
-    "two bands": (tiff(U8[..., :2], extra=(0,)), "2 × 8 bits, unsigned, grey"),
     "five channels": (tiff(FIVE, extra=(0, 0)), "TIFF"),
-    "planes of 8 bits": (tiff(U8[..., :3], planes=True), "RGB, in separate planes"),
-    "planes of 16 bits": (tiff(THREE, planes=True, packed=True), "RGB, in separate planes"),
-    "white is zero": (tiff(U8[..., :1], photometric=0), "white is zero"),
-    "white is zero, 16 bits": (tiff(U16[..., :1], photometric=0), "white is zero"),
-    **{f"{n} bits": (tiff(SHADES % 2**n, bits=n), f"1 × {n} bits") for n in (1, 2, 4)},
-    "12 bits": (tiff(SHADES.astype(np.uint16), bits=12), "1 × 12 bits"),
-    "signed bytes": (tiff(smooth(1).astype(np.int8), kind=2), "8 bits, signed"),
-    "signed 16 bits": (tiff(smooth(1).astype(np.int16), kind=2), "16 bits, signed"),
-    "32 bits": (tiff((smooth(1) * 2**32).astype(np.uint32)), "1 × 32 bits, unsigned"),
-    "floats": (tiff(smooth(1).astype(np.float32), kind=3), "32 bits, floating-point"),
     "three floats": (tiff(smooth().astype(np.float32), kind=3), "TIFF"),
-    "a palette": (tiff(SHADES, photometric=3, bits=4, palette=COLOURS), "a palette"),
     "a FITS file": (FITS_LINES.encode().ljust(2880) + bytes(2880), "FITS pixels, whose range only"),
     "a PFM": (b"Pf\n29 37\n-1.0\n" + smooth(1).astype("<f4").tobytes(), "32-bit pixels, whose"),
+}
+FORMS_OF_TIFF: dict[str, tuple[bytes, str]] = {
+    "two bands": (tiff(U8[..., :2], extra=(0,)), "2 × 8"),
+    "planes of 8 bits": (tiff(U8[..., :3], planes=True), "3 × 8"),
+    "planes of 16 bits": (tiff(THREE, planes=True, packed=True), "3 × 16"),
+    "white is zero": (tiff(U8[..., :1], photometric=0), "1 × 8"),
+    "white is zero, 16 bits": (tiff(U16[..., :1], photometric=0), "1 × 16"),
+    **{f"{n} bits": (tiff(SHADES % 2**n, bits=n), f"1 × {n}") for n in (1, 2, 4)},
+    "12 bits": (tiff(SHADES.astype(np.uint16), bits=12), "1 × 12"),
+    "signed bytes": (tiff(smooth(1).astype(np.int8), kind=2), "1 × 8"),
+    "signed 16 bits": (tiff(smooth(1).astype(np.int16), kind=2), "1 × 16"),
+    "32 bits": (tiff((smooth(1) * 2**32).astype(np.uint32)), "1 × 32"),
+    "floats": (tiff(smooth(1).astype(np.float32), kind=3), "1 × 32"),
+    "a palette": (tiff(SHADES, photometric=3, bits=4, palette=COLOURS), "1 × 4"),
+}
+REFUSED |= {
+    case: (content, f"a TIFF of {bits} bits in another form; write it as grey")
+    for case, (content, bits) in FORMS_OF_TIFF.items()
 }
 
 
@@ -275,7 +287,7 @@ def test_what_a_dataset_returns_gets_the_channels_of_the_mode(
         (np.zeros((30, 40, 3), np.float32), "float32, neither an encoded image nor a uint8 array"),
         (np.zeros((30, 40), bool), "bool, neither"),
         (Image.fromarray(smooth(1)[..., 0].astype(np.float32)), "32-bit pixels"),
-        (Image.open(io.BytesIO(tiff(U16[..., :3], planes=True))), "separate planes"),
+        (Image.open(io.BytesIO(tiff(U16[..., :3], planes=True))), "in another form"),
         ([[1, 2], [3, 4]], "a list, neither"),
         ({"bytes": b"", "path": ""}, "a dict, neither"),
     ],
@@ -302,3 +314,246 @@ def test_torchvision_gets_pillow_images_of_modes_l_and_rgb_alone(mode: str, entr
         assert not report.bad and columns["image"][0, 0].max() == (200 if mode == "RGB" else 68)
     else:
         assert f"a PIL image of mode {mode}; put DecodeImage() before" in report.bad[0].reason
+
+
+def pixels(number: int) -> Any:
+    y, x, c = np.mgrid[0:16, 0:16, 0:3]
+    return (5 * y + 7 * x + 20 * c + 3 * number).astype(np.uint8)
+
+
+def left(*entries: Any, array: bool = False, mode: str = "L", **options: Any) -> Any:
+    """What a chain makes of pictures, every second one of another mode."""
+    rows = [Image.fromarray(pixels(n)).convert(mode if n % 2 else "RGB") for n in range(8)]
+    images = [np.asarray(row) if array else row for row in rows]
+    records = read_all(read_torch([{"image": image} for image in images]))  # type: ignore[arg-type]
+    return chained(records, *entries, **options)
+
+
+LIKE = "differs in shape .*DecodeImage"
+UNBATCHED: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([], {"mode": "RGB"}, r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage"),
+    ([v2.ToImage()], {}, LIKE + r"\(\) gives all the same channels"),
+    ([v2.ToImage()], {"pads": {"image": Pad(0)}}, "pad would add black channels"),
+    ([], {"array": True}, LIKE),
+]
+
+
+@pytest.mark.parametrize(("entries", "options", "expected"), UNBATCHED)
+def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
+    entries: list[Any], options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(SchemaError, match=expected) as refused:
+        left(*entries, **options)
+    assert "pad =" not in str(refused.value)
+
+
+def test_undecoded_images_of_hugging_face_are_their_bytes() -> None:
+    content = of(pixels(1), "PNG")
+    row = {"image": {"bytes": content, "path": "a.png"}, "label": 1}
+    columns, report = chained(read_all(read_torch([row])), DecodeImage())  # type: ignore[arg-type]
+    assert not report.bad
+    assert np.array_equal(columns["image__hwc"][0], pixels(1))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/own-images.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def photos(folder: Path) -> None:
+    for name in ("circle", "square"):
+        (folder / name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (40, 50), (20 * i, 0, 0)).save(folder / name / f"{i}.jpg")
+    (folder / "circle/notes.txt").write_text("from the garden")
+
+
+def test_images_without_a_split_are_copied_into_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    photos(tmp_path / "my_images")
+    before = sorted(p for p in (tmp_path / "my_images").rglob("*"))
+    with pytest.raises(
+        UsageError, match=r"found: circle, square\); split it into train/ and val/ first, see"
+    ):
+        read_any("my_images", "train")
+    exec(blocks("python")[0], {})  # noqa: S102 - as a reader does
+    assert sorted(p for p in (tmp_path / "my_images").rglob("*")) == before
+    train, val = read_images("my_flowers", "train"), read_images("my_flowers", "val")
+    assert train and val and (train.count(), val.count()) == (16, 4)
+    assert not list((tmp_path / "my_flowers").rglob("*.txt"))
+    (tmp_path / "my_flowers/train").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"has no folder train/ \(found: val\)$"):
+        read_any("my_flowers", "train")
+
+
+@pytest.mark.long
+def test_the_exported_model_is_used_at_its_own_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert yaml.safe_load(blocks("yaml")[0])["export"] == ["torch_export"]
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/latest/model"
+    folder.mkdir(parents=True)
+    example = torch.zeros(2, 3, 24, 24, dtype=torch.uint8)
+
+    class Brightest(torch.nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return image.float().reshape(-1, 3, 24 * 24).mean(2)
+
+    batch = ({0: torch.export.Dim("batch")},)
+    model = torch.export.export(Brightest(), (example,), dynamic_shapes=batch)
+    torch.export.save(model, folder / "model.pt2")
+    inputs = [{"name": "image", "dtype": "uint8", "shape": ["batch", 3, 24, 24]}]
+    about = {"classes": ["red", "green", "blue"], "inputs": inputs}
+    (folder / "model.json").write_text(json.dumps(about))
+    Image.fromarray(np.full((70, 50, 3), (0, 200, 0), np.uint8)).save("new.jpg")
+    exec(blocks("python")[-1], {})  # noqa: S102 - as a reader does
+    assert capsys.readouterr().out == "green\n"
+
+
+@pytest.fixture(autouse=True)
+def _limit_as_before() -> Iterator[None]:
+    yield
+    chained([])  # the limit is the process's
+
+
+def blank(width: int, height: int, form: str, mode: str = "RGB", **options: Any) -> bytes:
+    return encoded(form, Image.new("RGB", (width, height)).convert(mode), **options)
+
+
+class ByPillow(RecordTransform):
+    def __call__(self, record: Record, rng: Any) -> Record:
+        return {**record, "image": np.array(Image.open(io.BytesIO(record["image"])).convert("RGB"))}
+
+
+class ByTorchvision(RecordTransform):
+    """Another one, of a column that Stoker does not decode."""
+
+    def __call__(self, record: Record, rng: Any) -> Record:
+        content = torch.frombuffer(bytearray(record["mask"]), dtype=torch.uint8)
+        return {"key": record["key"], "image": decode_image(content)}
+
+
+class ByOpenCV(RecordTransform):
+    """One that decodes bytes that it fetched itself."""
+
+    def __call__(self, record: Record, rng: Any) -> Record:
+        import cv2
+
+        image = cv2.imdecode(np.frombuffer(memoryview(record["image"]), np.uint8), cv2.IMREAD_COLOR)
+        return {**record, "image": image}
+
+
+IN_LITTLE_MEMORY = """
+import pickle, resource, sys
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.data import DecodeImage, read_any
+source = read_any(sys.argv[1], 'train')
+chain = pickle.loads(pickle.dumps(Chain(as_stages([DecodeImage()]), 0)))
+[shard] = source.shards(100, None)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+columns, report = chain.run(source.read(shard, None), 0)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(report.rows, [bad.key for bad in report.bad], report.bad[0].reason)
+assert grown < 100_000, f'{grown} kB more'
+# What a user's code fetches and decodes by itself.
+import cv2
+try: cv2.imread(source.folder + '/a/bomb.png')
+except cv2.error: print('OpenCV refuses')
+"""
+
+
+@pytest.mark.long
+def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Path) -> None:
+    """In a process of its own, whose memory is that of the one chain."""
+    bomb = png(np.zeros((13_000, 13_000, 1), np.uint8), 0, 8)
+    assert len(bomb) < 200_000
+    for name in ("a/bomb.png", "a/good.png", "b/good.png"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(bomb if "bomb" in name else blank(40, 40, "PNG"))
+    command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ['a/bomb.png'] DecodeImage")
+    assert "(169000000 pixels): more than data.max_pixels allows (100,000,000)" in done.stdout
+    assert done.stdout.endswith("OpenCV refuses\n")
+
+
+LIMITED: dict[str, tuple[str, dict[str, Any]]] = {
+    "progressive JPEG": ("JPEG", {"progressive": True}),
+    "CMYK JPEG": ("JPEG", {"mode": "CMYK"}),
+    "GIF": ("GIF", {"mode": "P"}),
+    **{form: (form, {}) for form in ("JPEG", "PNG", "BMP", "WEBP", "TIFF")},
+}
+DECODERS: dict[str, list[Any]] = {
+    "Stoker's": [DecodeImage()],
+    "Stoker's, with a crop": [DecodeImage(), v2.CenterCrop(8)],
+    "Pillow": [ByPillow()],
+    "OpenCV": [ByOpenCV()],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", LIMITED)
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_every_format_and_decoder_obeys_the_limit(form: str, decoder: str) -> None:
+    kind, options = LIMITED[form]
+    rows = [
+        {"key": key, "image": blank(width, 40, kind, **options)}
+        for key, width in (("large", 26), ("allowed", 25))
+        if (decoder, key, kind) != ("OpenCV", "allowed", "GIF")
+    ]
+    _, report = chained(rows, *DECODERS[decoder], max_pixels=1000)
+    assert [bad.key for bad in report.bad] == ["large"]
+    assert "more than data.max_pixels allows (1,000)" in report.bad[0].reason
+
+
+@pytest.mark.long
+def test_a_column_that_the_users_own_transform_decodes_is_looked_at() -> None:
+    row = {"key": "a", "image": blank(4, 4, "PNG"), "mask": blank(26, 40, "PNG")}
+    _, report = chained([row], DecodeImage(), ByTorchvision(), max_pixels=1000)
+    [bad] = report.bad
+    assert bad.reason.startswith("column mask: 26 × 40 = 1,040 pixels: more than data.max_pixels")
+
+
+@pytest.mark.long
+def test_pillow_obeys_it_in_a_dataset_of_the_users_own() -> None:
+    class Photos:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, i: int) -> tuple[Any, int]:
+            image = Image.open(io.BytesIO(blank(25 + i, 40, "PNG"))).convert("RGB")
+            return np.array(image), i
+
+    chained([], max_pixels=1000)
+    [_, bad] = read_all(read_torch(Photos()))
+    assert "DecompressionBombError" in bad.reason
+
+
+@pytest.mark.long
+def test_the_limit_is_a_key_of_the_configuration(digits: Path) -> None:
+    params = {"data": str(digits / "parquet"), "num_classes": 10, "image_size": 32}
+
+    def bad(*overrides: str) -> int:
+        _, data = opened_job({"params": params}, *overrides)
+        return sum(len(report.bad) for _, report in preprocessed(data, "val"))
+
+    assert bad() == bad("data.max_pixels=1024") == 0
+    assert bad("data.max_pixels=1023") > 100
+
+
+@pytest.mark.long
+def test_a_wrong_checksum_anywhere_in_a_png_quarantines_it() -> None:
+    whole = blank(20, 20, "PNG")
+    places = range(8, whole.index(b"IEND") + 8)
+    damaged = [whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :] for at in places]
+    rows = [{"key": str(at), "image": content} for at, content in enumerate(damaged)]
+    _, report = chained(rows, DecodeImage())
+    assert len(report.bad) == len(rows)
+    assert all("cannot be" in bad.reason or "not an image" in bad.reason for bad in report.bad)

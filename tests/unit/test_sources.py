@@ -1,26 +1,39 @@
-"""Where records come from: every form gives the same records, whole, with keys, in a seeded order."""
+"""Sources of every form: the same records in a seeded order; failed reads are tried again."""
 
 from __future__ import annotations
 
+import io
+import random
 import re
 import shutil
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import spoilt
 import torch
 from damage import blocks, chained, checked, read_all
-from pyarrow import parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pyarrow import fs, parquet
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
+from stoker.config.schema import Config
 from stoker.data import (
     BadRecord,
     CheckLabel,
     DecodeImage,
     Drop,
+    Shard,
+    Source,
+    cut_indices,
     read_any,
     read_images,
     read_parquet,
@@ -28,7 +41,11 @@ from stoker.data import (
     read_torch,
 )
 from stoker.errors import SchemaError, UsageError
+from stoker.read import images as image_files
+from stoker.read import sources
+from stoker.read.identity import agree, fingerprint_of_files
 from stoker.recipe import Recipe
+from stoker.serve.passes import Passes
 from stoker.serve.shards import order_of
 
 
@@ -200,3 +217,226 @@ def test_an_item_that_gives_no_record_is_refused_in_one_line(
 def test_a_label_in_text_is_a_number_only_in_plain_digits(label: str, number: int | None) -> None:
     columns, report = chained([{"key": "a", "label": label}], CheckLabel(20))
     assert columns.get("label", [None]) == [number] and len(report.bad) == (number is None)
+
+
+class Flaky:
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+        self.reads: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        if index == 1 and self.reads[1] <= self.times:
+            raise self.error
+        return {"x": float(index)}
+
+
+class Damaged(Flaky):
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        return {"x": Image.open(io.BytesIO(b"no image"))}
+
+
+class Drawing(Flaky):
+    """Draws before it fails, as augmentation inside a dataset does."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.random() + float(np.random.random()) + float(torch.rand(()))
+        return super().__getitem__(index) | {"drawn": drawn}
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "WAITS_S", (0.0, 0.0))
+
+
+def read(dataset: Any) -> list[Any]:
+    [shard] = read_torch(dataset).shards(3, None)
+    return [*read_torch(dataset).read(shard, None)]
+
+
+@pytest.mark.parametrize(
+    ("times", "error"),
+    [(2, OSError(116, "Stale file handle")), (1, RuntimeError("busy")), (2, TimeoutError())],
+)
+def test_a_hiccup_is_read_again(times: int, error: Exception) -> None:
+    assert [record["x"] for record in read(Flaky(times, error))] == [0, 1, 2]
+
+
+def test_a_record_that_is_read_again_draws_what_it_would_have_drawn() -> None:
+    drawn = []
+    for times in (0, 1, 2):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        drawn.append([record["drawn"] for record in read(Drawing(times, OSError(5, "mount")))])
+    assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 3
+
+
+LASTING = [
+    (OSError(5, "Input/output error"), 3, True),
+    (ConnectionResetError(104, "reset"), 3, True),
+    (FileNotFoundError(2, "No such file", "1.jpg"), 2, False),
+    (PermissionError(13, "Permission denied"), 2, False),
+    (ValueError("no such class"), 2, False),
+]
+
+
+@pytest.mark.parametrize(("error", "reads", "passing"), LASTING)
+def test_what_goes_on_failing_is_named_with_its_reason(
+    error: Exception, reads: int, passing: bool
+) -> None:
+    dataset = Flaky(99, error)
+    bad = read(dataset)[1]
+    assert isinstance(bad, BadRecord) and bad.key == "1" and bad.passing is passing
+    assert f"cannot be read, {reads} tries: {type(error).__name__}" in bad.reason
+    assert dataset.reads == {0: 1, 1: reads, 2: 1}
+
+
+def test_a_missing_object_of_a_store_is_read_again() -> None:
+    reads: Counter[str] = Counter()
+
+    def missing() -> None:
+        reads["x"] += 1
+        raise FileNotFoundError(2, "No such object", "x")
+
+    bad = sources.read_again("x", missing, far=True)
+    assert isinstance(bad, BadRecord) and reads["x"] == 2
+
+
+def test_a_damaged_image_is_no_matter_of_the_host() -> None:
+    bad = read(Damaged(0, ValueError()))
+    assert [record.passing for record in bad] == [False] * 3
+    assert "UnidentifiedImageError" in bad[0].reason
+
+
+def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt.images(splits="train", classes="a b")(tmp_path)
+    source = read_images(str(tmp_path), "train")
+    assert source
+    found = image_files.filesystem_of
+    opened: Counter[str] = Counter()
+
+    class Mount:
+        def open_input_file(self, path: str) -> Any:
+            opened[path] += 1
+            if opened[path] <= 2:
+                raise OSError(5, "Input/output error", path)
+            return fs.LocalFileSystem().open_input_file(path)
+
+    monkeypatch.setattr(image_files, "filesystem_of", lambda uri: (Mount(), found(uri)[1]))
+    (shard,) = source.shards(10, None)
+    assert [record["image"] for record in source.read(shard, None)] == [spoilt.JPG] * 4
+    assert set(opened.values()) == {3}
+
+
+def test_a_file_that_is_gone_is_read_once(tmp_path: Path) -> None:
+    spoilt.images(splits="train", classes="a b")(tmp_path)
+    source = read_images(str(tmp_path), "train")
+    assert source
+    (tmp_path / "train/a/0.jpg").unlink()
+    [shard] = source.shards(10, None)
+    [bad, *whole] = source.read(shard, None)
+    assert isinstance(bad, BadRecord) and bad.reason.startswith("cannot be read: FileNotFoundError")
+    assert len(whole) == 3
+
+
+class FlakyFiles:
+    """A file system whose opens fail by number."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self.opens, self.fails = count(), fails
+
+    def open_input_file(self, path: str) -> Any:
+        if self.fails(next(self.opens)):
+            raise OSError(116, "Stale file handle")
+        return fs.LocalFileSystem().open_input_file(path)
+
+
+def test_a_read_that_fails_makes_no_other_fingerprint(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}") for number in range(40)]
+    for number, path in enumerate(paths):
+        Path(path).write_bytes(b"%03d" % number)
+
+    def fingerprint(fails: Callable[[int], bool] = lambda number: False) -> str:
+        return fingerprint_of_files(FlakyFiles(fails), paths, [3] * 40, "about")
+
+    whole = fingerprint()
+    assert fingerprint(lambda number: number == 2) == whole
+    first, later = fingerprint(lambda number: True), fingerprint(lambda number: number > 30)
+    assert whole.startswith(first) and whole.startswith(later)
+    assert len(first) < len(later) < len(whole)
+    Path(paths[0]).write_bytes(b"new")
+    assert not agree(later, fingerprint()), "the samples before still count"
+
+
+def cut_at_once(n: int, records: int, order: Any, homes: int) -> list[Shard]:
+    """How shards were listed when checkpoints were first written; their cursors count on this order."""
+    parts: list[tuple[str, list[int]]]
+    if order is None:
+        parts = [(str(i), list(range(i, min(i + records, n)))) for i in range(0, n, records)]
+    elif homes < 2:
+        indices = order.permutation(n).tolist()
+        parts = [("", indices[i : i + records]) for i in range(0, n, records)]
+    else:
+        whole = np.random.default_rng(0).permutation(n)
+        parts = []
+        for home in range(homes):
+            own = order.permutation(whole[home::homes]).tolist()
+            parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
+        parts = [parts[i] for i in order.permutation(len(parts))]
+    return [Shard("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    n=st.integers(0, 500),
+    records=st.integers(1, 60),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    homes=st.integers(0, 12),
+)
+def test_shards_of_numbered_records_are_those_of_before(
+    n: int, records: int, seed: int | None, homes: int
+) -> None:
+    orders = [None if seed is None else np.random.default_rng(seed) for _ in range(3)]
+    before = cut_at_once(n, records, orders[0], homes)
+    assert cut_indices(n, records, orders[1], homes) == before
+    if n:
+        now = read_range(n).shards(records, orders[2], homes)  # type: ignore[call-arg]
+        assert len(now) == len(before) and [*now] == before
+        assert [now[at] for at in reversed(range(-len(now), len(now)))] == [*reversed(before * 2)]
+        assert now[1:-1:2] == before[1:-1:2]
+        with pytest.raises(IndexError):
+            now[len(now)]
+    draws = [
+        order.random() for order in orders if order is not None and (n or order is not orders[2])
+    ]
+    assert len({*draws}) <= 1, "and as many numbers are drawn"
+
+
+class Reordering(Source):
+    random = False
+
+    def __init__(self) -> None:
+        self.all = [Shard(f"s{n}", rows=1) for n in range(50)]
+
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        order.shuffle(self.all)
+        return self.all
+
+    def read(self, shard: Shard, order: Any) -> Any:
+        raise NotImplementedError
+
+    def count(self) -> int:
+        return len(self.all)
+
+
+def test_the_list_of_a_users_source_may_change_with_the_next_pass() -> None:
+    passes = Passes(Config.model_validate({"recipe": "r"}), {"train": Reordering()}, {})
+    plans = [passes.plan("train", epoch, None) for epoch in range(2)]
+    first = passes.rest(plans[0], None)
+    now = [work.shard.path for work in first.take(10)]
+    passes.rest(plans[1], None)
+    now += [work.shard.path for work in first.take(100)]
+    assert len({*now}) == 50, "each record once, although the second pass was listed meanwhile"

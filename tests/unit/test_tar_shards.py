@@ -70,10 +70,8 @@ def test_shards_that_tar_itself_wrote_give_every_record(
     folder.mkdir(parents=True)
     for name, content in pairs(0, 5):
         (folder / name).write_bytes(content)
-    files = sorted(str(path.relative_to(tmp_path)) for path in folder.iterdir())
-    # In an incremental archive GNU tar keeps times where ustar has the beginning of a name.
-    what = ["--incremental", *files] if form == "gnu" else ["--sort=name", "files"]
-    subprocess.run(["tar", f"--format={form}", "-cf", "shard.tar", *what], cwd=tmp_path, check=True)
+    words = ["tar", f"--format={form}", "-cf", "shard.tar", "--sort=name", "files"]
+    subprocess.run(words, cwd=tmp_path, check=True)
     data = tmp_path / "data"
     data.mkdir()
     found = reader(data, (tmp_path / "shard.tar").read_bytes())
@@ -329,7 +327,7 @@ REFUSED: dict[str, tuple[Members, str, str]] = {
     "no label": (
         folders("cat/{}.jpg"),
         "label",
-        "has no column label; it has image (binary): set params.label_column; json.FIELD is a field",
+        "has no column label; it has image (binary): set params.label_column",
     ),
     "captions": (shard("txt", lambda i: b"photo"), "label", "has no column label; it has image"),
     "ids": (shard("id", lambda i: b"%d" % i), "label", "id ("),
@@ -364,7 +362,7 @@ REFUSED: dict[str, tuple[Members, str, str]] = {
     "a dot before a number": (
         folders("cat/v1.{}.jpg"),
         "folder",
-        "it has 0 (binary), 1 (binary), 2 (binary), folder (string): set params.image_column; the",
+        "it has 0 (binary), 1 (binary), 2 (binary), folder (string): set params.image_column",
     ),
 }
 
@@ -416,25 +414,6 @@ def test_columns_may_have_names_of_their_own(tmp_path: Path) -> None:
     assert trained(tmp_path, **columns) == [(i, i % 3) for i in range(6)]
     _, data = opened(tmp_path, **columns)
     assert data.notes() == [f"{tmp_path}/: members that are not read: meta"]
-
-
-def test_what_tars_hold_beside_files_is_passed_over_or_refused_by_name(tmp_path: Path) -> None:
-    def with_header(kind: bytes, content: bytes = b"") -> None:
-        extra = tarfile.TarInfo("backup")
-        extra.type, extra.size = kind, len(content)
-        padded = content.ljust(-(-len(content) // 512) * 512, b"\0")
-        rest = tar_of(shard("cls", number), tarfile.GNU_FORMAT)
-        header = extra.tobuf(tarfile.GNU_FORMAT)
-        (tmp_path / "train-0.tar").write_bytes(header + padded + rest)
-
-    for kind, content in ((b"V", b""), (b"D", b"Y0.jpg\0Y0.cls\0\0"), (b"5", b"")):
-        with_header(kind, content)
-        assert trained(tmp_path) == [(i, i % 3) for i in range(6)]
-    others = {b"M": "another volume", b"3": "a device", b"6": "a named pipe", b"Z": "b'Z'"}
-    for kind, named in others.items():
-        with_header(kind)
-        with pytest.raises(UsageError, match=rf"backup \(byte 0\) is .*{named}.*write it again"):
-            opened(tmp_path)
 
 
 def test_the_same_names_in_two_shards_are_two_records(tmp_path: Path) -> None:

@@ -228,24 +228,6 @@ def test_a_value_written_as_text_or_json_or_yaml_is_read_back(case: tuple[str, A
         assert getattr(read(f"{name}={written}"), name) == value, written
 
 
-@pytest.mark.long
-@given(TEXTS)
-@settings(max_examples=20, deadline=None, derandomize=True, database=None)
-def test_text_stays_itself_on_the_way_through_a_staged_job(
-    tmp_path_factory: Any, text: str
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    first = load(
-        None, [f"params.text={text}", f"params.maybe={text}", f"tracking.mlflow.tags.x={text}"]
-    )
-    (folder / "job.yaml").write_text(resolved_yaml(first), encoding="utf-8")
-    (folder / "job.origins.json").write_text(json.dumps(first.origins))
-    again = run.read_configuration(["--config", str(folder / "job.yaml")], {}).config
-    assert again.tracking.mlflow.tags == {"x": text}
-    recipe = recipe_of(again)
-    assert (recipe.text, recipe.maybe) == (text, None if text == "null" else text)
-
-
 def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(

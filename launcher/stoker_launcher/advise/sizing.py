@@ -193,7 +193,7 @@ def short_run(job: Job, tell: bool) -> Iterator[Path]:
         alone = replace(job.resolved, config=config.model_copy(update=changes))
         replace(job, resolved=alone).stage(run_dir / "code")
         with (Path(scratch) / "screen.txt").open("w+") as screen:
-            variables = environment(run_dir, job.source_dir)
+            variables = environment(run_dir)
             process = started(run_dir / "code", variables, stdout=screen, stderr=subprocess.STDOUT)
             with measuring(process):
                 stopped = _train(process, run_dir, tell)

@@ -24,7 +24,6 @@ from stoker.place import (
     LAUNCH_DIR_VARIABLE,
     PLACE_VARIABLE,
     RUN_DIR_VARIABLE,
-    SOURCE_DIR_VARIABLE,
     STOP_FILE,
 )
 from stoker.scripts.script_checks import script_command_line
@@ -62,7 +61,7 @@ class LocalRequest:
         """Check the job as its run would, in a staged copy; prints what is wrong; the run's exit code."""
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             self.job.stage(Path(scratch) / "code", installs=False)
-            variables = environment(self.run_dir, self.job.source_dir) | {CHECK_VARIABLE: "1"}
+            variables = environment(self.run_dir) | {CHECK_VARIABLE: "1"}
             command = [sys.executable, *COMMAND[1:]]
             done = subprocess.run(
                 command,
@@ -179,7 +178,7 @@ def submit(request: LocalRequest) -> LocalRun:
     passed: dict[str, Any] = {}
     if threading.current_thread() is not threading.main_thread():
         passed["preexec_fn"] = None  # the kernel counts the end of a thread as that of the launcher
-    process = started(run_dir / "code", environment(run_dir, request.job.source_dir), **passed)
+    process = started(run_dir / "code", environment(run_dir), **passed)
     return LocalRun(run_dir, process, new, latest)
 
 
@@ -189,9 +188,9 @@ def started(code: Path, variables: dict[str, str], **options: Any) -> subprocess
     return subprocess.Popen([sys.executable, *COMMAND[1:]], cwd=code, env=variables, **options)
 
 
-def environment(run_dir: Path, source_dir: Path | None = None) -> dict[str, str]:
-    folders = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), SOURCE_DIR_VARIABLE: str(source_dir or "")}
-    return os.environ | folders | {PLACE_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir)}
+def environment(run_dir: Path) -> dict[str, str]:
+    folders = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), RUN_DIR_VARIABLE: str(run_dir)}
+    return os.environ | folders | {PLACE_VARIABLE: "local"}
 
 
 PLACE = Place(

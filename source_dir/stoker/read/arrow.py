@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 PICKLED = "ray.data.arrow_pickled_object"
 TENSORS = ("ray.data.arrow_tensor", "ray.data.arrow_variable_shaped_tensor")
-SPARK_IMAGE = {"origin", "height", "width", "nChannels", "mode", "data"}
 
 
 def values_of(column: Any) -> Callable[[int], Any]:
@@ -35,12 +33,10 @@ def values_of(column: Any) -> Callable[[int], Any]:
         return lambda row: tensors[place[row]] if there[row] else None
     # Chunks of more than 2 GB together cannot be combined.
     array = column.chunk(0) if column.num_chunks == 1 else column
-    if content_of_struct(kind) == "bytes":
+    if is_image(kind):
         chunks = [chunk.field("bytes") for chunk in column.chunks]
         content = chunks[0] if len(chunks) == 1 else pa.chunked_array(chunks)
         return lambda row: content[row].as_py()
-    if content_of_struct(kind) == "data":
-        return lambda row: pixels_of(array[row].as_py())
     if is_list(kind):
         return lambda row: list_array(array[row].values)
     return lambda row: array[row].as_py()
@@ -60,29 +56,13 @@ def is_text(kind: Any) -> bool:
     return bool(_plain(kind) == pa.string())
 
 
-def content_of_struct(kind: Any) -> str:
-    """The field with the image in a struct of Hugging Face (`bytes`) or Spark (`data`)."""
+def is_image(kind: Any) -> bool:
+    """Whether a type is Hugging Face's struct of an image, {bytes, path}, of which the bytes are the value."""
     import pyarrow as pa
 
-    if not pa.types.is_struct(kind):
-        return ""
-    names = {kind.field(i).name for i in range(kind.num_fields)}
-    found = "data" if names == SPARK_IMAGE else "bytes" if names <= {"bytes", "path"} else ""
-    known = found in names and same_values(kind.field(found).type, pa.binary())
-    return found if known else ""
-
-
-def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
-    import numpy as np
-
-    channels, shape = image["nChannels"], (image["height"], image["width"], image["nChannels"])
-    order = {1: [0], 3: [2, 1, 0], 4: [2, 1, 0, 3]}.get(channels)
-    # OpenCV's number of a type: its depth, 0 for uint8, and eight times the number of channels less one.
-    if order is None or image["mode"] != 8 * (channels - 1):
-        raise ValueError(
-            f"Spark image of mode {image['mode']}; must be uint8 with 1, 3 or 4 channels"
-        )
-    return np.frombuffer(image["data"], np.uint8).reshape(shape)[..., order]
+    names = {each.name for each in kind} if pa.types.is_struct(kind) else set()
+    known = "bytes" in names and names <= {"bytes", "path"}
+    return known and same_values(kind.field("bytes").type, pa.binary())
 
 
 def list_array(values: Any) -> NDArray[Any]:
@@ -134,7 +114,7 @@ def _plain(kind: Any, number: bool = True) -> Any:
         fields = sorted(
             (kind.field(i).name, _plain(kind.field(i).type)) for i in range(kind.num_fields)
         )
-        return pa.binary() if content_of_struct(kind) == "bytes" else pa.struct(fields)
+        return pa.binary() if is_image(kind) else pa.struct(fields)
     return kind
 
 
@@ -193,8 +173,8 @@ def _mask(array: Any) -> Any:
     kind = array.type
     mask: Any = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     inner: Any = None
-    if content := content_of_struct(kind):
-        inner = _mask(array.field(content))
+    if is_image(kind):
+        inner = _mask(array.field("bytes"))
     elif is_list(kind):
         there = np.flatnonzero(~mask) if mask is not None else np.arange(len(array))
         lists = array if mask is None else array.drop_null()
@@ -210,45 +190,35 @@ Nulls = dict[str, Any]
 
 QUARANTINE, KEEP = "quarantine", "keep"
 VALID_SUFFIX = "__valid"
-READ_LIMIT_BYTES = 2**30
-"""Columns without statistics are read before training up to this total size. Beyond it, a NULL without a rule
-ends the run when it is read."""
 
 
-def in_statistics(
-    metadata: Any, paths: list[list[str]], columns: Sequence[str]
-) -> tuple[Counter[str], Counter[str]]:
-    """Column → its NULLs by a file's statistics; and the bytes of its row groups of which none tell."""
-    leaves: dict[int, str] = {}
-    for number, path in enumerate(paths):
-        # Only the bytes of {bytes, path} structs are read.
-        if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
-            leaves[number] = path[0]
-    known, unclear = Counter[str](), Counter[str]()
+def nulls_in(metadata: Any, paths: list[list[str]], kinds: dict[str, Any]) -> Counter[str]:
+    """Column → its NULLs by a file's statistics, of those columns of which they tell."""
+    known = Counter[str]()
+    leaves = [(number, path) for number, path in enumerate(paths) if path[0] in kinds]
+    content = {name: ["bytes"] if is_image(kind) else [] for name, kind in kinds.items()}
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
-        for number, name in leaves.items():
+        for number, path in leaves:
             chunk = row_group.column(number)
             if chunk.physical_type != metadata.schema.column(number).physical_type:
                 # Arrow would end the process at the statistics of such a column.
-                leaf = ".".join(paths[number])
+                leaf = ".".join(path)
                 raise ValueError(
                     f"its row group {group} has another type of {leaf} than its schema"
                 )
-            statistics: Any = chunk.statistics if chunk.is_stats_set else None
-            counted = statistics is not None and statistics.has_null_count
             # For lists, statistics count empty ones too.
-            if not counted or (statistics.null_count and paths[number] != [name]):
-                unclear[name] += chunk.total_compressed_size
-            elif statistics.null_count:
-                known[name] += statistics.null_count
-    return known, unclear
+            plain = path[1:] == content[path[0]]
+            if plain and chunk.is_stats_set and chunk.statistics.has_null_count:
+                known[path[0]] += chunk.statistics.null_count
+    return known
 
 
 def check_nulls(source: Any, columns: list[str]) -> None:
-    problems, reads = [], 0
-    files = list(zip(source.paths, source.footers, strict=True))
-    rows = {path: footer.matching for path, footer in files}
+    """Refuse rules that do not fit, and NULLs without a rule that statistics or folders tell of. Any other ends
+    the run when it is read."""
+    problems = []
+    rows = {path: footer.matching for path, footer in source.footers.items()}
     for column in columns:
         if column in source.nulls:
             if (rule := source.nulls[column]) != QUARANTINE:
@@ -258,26 +228,14 @@ def check_nulls(source: Any, columns: list[str]) -> None:
                     f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter"
                 )
             continue
-        counts, unclear = {}, []
-        for path, footer in files:
-            nulls = footer.nulls[column]
+        counts = {}
+        for path, footer in source.footers.items():
             if source.constants.get(path, {}).get(column, ()) is None:
                 counts[path] = footer.matching
-            elif column not in footer.unclear and not (nulls and source.filters):
-                counts[path] = nulls
-            else:
-                reads += footer.unclear[column]
-                unclear += [(path, column, footer.groups)] if reads <= READ_LIMIT_BYTES else []
-        with ThreadPoolExecutor(16) as pool:
-            counted = pool.map(lambda each: source.count_nulls(*each), unclear)
-            counts |= {path: nulls for (path, *_), nulls in zip(unclear, counted, strict=True)}
-        if counts := {path: counts[path] for path in rows if counts.get(path)}:
+            elif footer.nulls[column] and not source.filters:
+                counts[path] = footer.nulls[column]
+        if counts:
             problems.append(refusal(column, counts, rows))
-            all_null = sum(counts.values()) == source.count()
-            if all_null and content_of_struct(source.types.get(column)):
-                problems[-1] += (
-                    "; its images lie elsewhere (field path): embed them when you write the files"
-                )
     if problems:
         raise UsageError(*problems)
 

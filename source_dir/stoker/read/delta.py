@@ -1,10 +1,12 @@
-"""Delta tables: reads the files of one table version as Parquet."""
+"""Delta tables: reads the files of one table version as Parquet.
+
+Partition columns come from the table's log; columns added to the table later are NULL in rows of older files.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
 
 from stoker.errors import UsageError
 from stoker.read.arrow import Nulls
@@ -14,27 +16,13 @@ from stoker.read.sources import Source
 from stoker.storage.filesystems import endpoint_of_s3, filesystem_of, join
 
 
-class DeltaSource(ParquetSource):
-    """The rows of a Delta table at one version.
-
-    Partition columns come from the table's log; columns added to the table later are NULL in rows of older
-    files.
-    """
-
-    def complete(self, path: str, schema: Any) -> None:
-        own = self.constants.setdefault(path, {})
-        own.update(
-            {name: None for name in self.types if name not in own and name not in schema.names}
-        )
-
-
 def open_delta(
     uri: str,
     columns: list[str] | None,
     filters: Filters | None,
     version: int | None,
     nulls: Nulls | None = None,
-) -> DeltaSource:
+) -> ParquetSource:
     try:
         import deltalake
     except ImportError:
@@ -57,15 +45,12 @@ def open_delta(
         text = " ".join(str(error).split())[:200]
         which = "" if version is None else f" at version {version}"
         raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
-    every = list(dataset.get_fragments())
+    fragments = every = list(dataset.get_fragments())
     if not every:
         raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
-    types = {field.name: field.type for field in dataset.schema}
-    fragments = every
-    if types.keys() >= {*filter_columns(filters)}:  # else the source's own check says what is wrong
-        judged = for_statistics(filters, [f for f in dataset.schema if f.name not in partitions])
-        with contextlib.suppress(pa.ArrowException):
-            fragments = list(dataset.get_fragments(expression(judged) if judged else None))
+    with contextlib.suppress(pa.ArrowException):  # the source's own check says what is wrong
+        if filter_columns(filters) and (judged := for_statistics(filters)):
+            fragments = list(dataset.get_fragments(expression(judged)))
     constants = {}
     for fragment in fragments or every[:1]:  # of one at least, to say that no row matches
         keys = get_partition_keys(fragment.partition_expression)  # with columns that are all NULL
@@ -74,7 +59,8 @@ def open_delta(
         path = path if path.startswith("/") or "://" in fragment.path else join(root, path)
         constants[path] = {name: keys[name] for name in partitions}
     files = filesystem.get_file_info(sorted(constants))
-    return DeltaSource(files, filesystem, columns, filters, constants, nulls, types)
+    types = {field.name: field.type for field in dataset.schema}
+    return ParquetSource(files, filesystem, columns, filters, constants, nulls, types, True)
 
 
 def read_delta(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -122,10 +121,9 @@ def column_types(source: Any) -> dict[str, Any]:
 
 def refuse_absent_columns(data: str, source: Any, params: dict[str, str]) -> None:
     types = column_types(source)
-    hints: dict[str, str] = getattr(source, "hints", dict)()
     columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
     problems = [
-        f"{data}: has no column {column}; it has {columns}: set params.{param}{hints.get(param, '')}"
+        f"{data}: has no column {column}; it has {columns}: set params.{param}"
         for param, column in params.items()
         if types and column not in types
     ]
@@ -140,36 +138,21 @@ def find_classes(
     column: str,
     listed: list[str],
     count: int | None,
-    mapped: bool = False,
 ) -> tuple[int, list[str]]:
-    """The number of classes and, if the source does not list them, their names.
-
-    Names are those `listed`, those of a `ClassLabel` of Hugging Face, or the texts in the column; integers
-    number their classes.
-
-    Args:
-        mapped: the recipe's own chain may map labels to others.
-    """
-    names: list[str] | None = source.classes() if hasattr(source, "classes") else None
-    if names is not None:
-        if listed and listed != names:
+    """The number of classes and, if the source does not list them, their names: those `listed`, or the texts in
+    the column; integers number their classes."""
+    own: list[str] | None = source.classes() if hasattr(source, "classes") else None
+    if own is not None:
+        if listed and listed != own:
             raise UsageError(
-                f"params.class_names: the classes are {', '.join(names[:20])}, in this order"
+                f"params.class_names: the classes are {', '.join(own[:20])}, in this order"
             )
-        if count is not None and count < len(names) and hasattr(source, "several"):
-            raise UsageError(f"params.num_classes: {data} has {len(names)} classes")
-        return len(names), []
+        if count is not None and count < len(own) and hasattr(source, "several"):
+            raise UsageError(f"params.num_classes: {data} has {len(own)} classes")
+        return len(own), []
     kind = column_types(source).get(column)
     text = kind is not None and is_text(kind)
-    if stored := names_in(data, source, column):
-        names_in(data, read("val"), column, stored)
-        moved = any(n in stored and stored.index(n) != i for i, n in enumerate(listed))
-        if moved and not mapped and not text:
-            raise UsageError(
-                f"params.class_names: the classes of column {column} are {', '.join(stored[:20])},"
-                " in this order"
-            )
-    names = listed or stored
+    names = listed
     labels = distinct_labels(data, source, column, not (names or count))
     if labels is None and not names and text:
         raise UsageError(f"{data}: column {column} is text; list the classes in params.class_names")
@@ -210,25 +193,6 @@ def _refuse_unknown(
                     f"{data}: {split} has the label {label}, which is no class of {whose}:"
                     f" {', '.join(names[:20])}"
                 )
-
-
-def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
-    """The names of a column's classes, if Hugging Face datasets wrote the files."""
-    found = [*train]
-    metadata: list[Any] = getattr(source, "metadata", list)()
-    for text in dict.fromkeys(each.get(b"huggingface") for each in metadata):
-        try:
-            names = [str(name) for name in json.loads(text)["info"]["features"][column]["names"]]
-        except (KeyError, TypeError, ValueError):
-            continue
-        for number, (one, other) in enumerate(zip(found, names, strict=False)):
-            if one != other:
-                raise UsageError(
-                    f"{data}: {number} in column {column} is {one} in one file and {other} in another; write"
-                    " them again with the same ClassLabel"
-                )
-        found = found or names
-    return found
 
 
 def distinct_labels(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:

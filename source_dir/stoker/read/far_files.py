@@ -3,8 +3,7 @@
 An object of 100 kB takes 30 ms to come and 3 to arrive. Read one after the other, a process would get 3 MB/s.
 
 obstore asks once for each object; pyarrow asks for its size first: twice the requests, of which a prefix of S3
-answers 5,500 a second, and twice the CPU. What obstore cannot read is left to pyarrow, with its retries and
-its words.
+answers 5,500 a second, and twice the CPU. It reads where obstore has no credentials, and in forks.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ READS = 32
 """Requests in flight, and so connections, of a chain worker; 32 bring 85 MB/s of such objects."""
 AHEAD_BYTES = 32 * 2**20
 """About so much is held ready: of larger files, fewer are in flight."""
-MOST_FAILURES = 8
-"""After so many refusals or broken connections in a row, pyarrow reads all objects of this source."""
 CREDENTIALS_S = timedelta(minutes=10)
 """botocore renews credentials in their last ten minutes, obstore asks again for the last five of these."""
 CLIENT = {"timeout": "1 hour", "read_timeout": "20 s", "connect_timeout": "5 s"}
@@ -53,7 +50,6 @@ class FarFiles:
         """Paths in the order in which they will be read; the first ones are being fetched."""
         self._bytes = AHEAD_BYTES // 4
         """Size of the latest file."""
-        self._failures = 0
 
     def __reduce__(self) -> Any:
         return FarFiles, (self.folder,)
@@ -94,20 +90,15 @@ class FarFiles:
 
     def _content(self, path: str) -> bytes:
         whole = f"{self._root}/{path}"
-        if self._store is not None and self._failures < MOST_FAILURES:
-            try:
-                content: bytes = self._store.get(whole.partition("/")[2]).bytes().to_bytes()
-                self._failures = 0
-                return content
-            except ValueError:
-                raise  # a key such as a//b or ./a, for which pyarrow might read another object
-            except FileNotFoundError:
-                pass
-            except Exception as error:  # obstore's have no other base
-                self._failures += 1
-                if self._failures == MOST_FAILURES:
-                    self._slowly(error)
-        return content_of(self._filesystem, whole)
+        if self._store is None:
+            return content_of(self._filesystem, whole)
+        try:
+            content: bytes = self._store.get(whole.partition("/")[2]).bytes().to_bytes()
+        except (FileNotFoundError, ValueError):
+            raise  # a key such as a//b or ./a, for which pyarrow might read another object
+        except Exception as error:  # obstore's have no other base
+            raise OSError(redact(" ".join(str(error).split()))) from None
+        return content
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -126,12 +117,9 @@ class FarFiles:
         try:
             return store_of(self.folder)
         except Exception as error:  # obstore's or botocore's, such as a profile that is not there
-            self._slowly(error)
+            text = redact(" ".join(str(error).split()))[:300]
+            _log.warning("%s: objects take two requests each: %s", self.folder, text)
             return None
-
-    def _slowly(self, error: Exception) -> None:
-        text = redact(" ".join(str(error).split()))[:300]
-        _log.warning("%s: objects take two requests each: %s", self.folder, text)
 
 
 _process: dict[str, int] = {}

@@ -20,11 +20,6 @@ MOST_CLASSES = 1_000_000
 HUGGING_FACE = "metadata.csv"
 """The file of Hugging Face's image folders, in the folder of each split."""
 IMAGE_COLUMNS = "image", "file_name"
-BITS = {
-    **dict.fromkeys(("0", "0.0", "False"), False),
-    **dict.fromkeys(("1", "1.0", "True"), True),
-}
-"""The cells of a column of one class."""
 INTEGER = re.compile(r"0|[1-9]\d*")
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
@@ -65,21 +60,25 @@ def read_labels(
     image_column: str | None = None,
     label_column: str | None = None,
     class_names: Sequence[str] = (),
-    multi_label: bool = False,
 ) -> Labels:
     wrong: dict[str, list[str]] = defaultdict(list)
     paths = tables_in(root, name) or [(join(root, name), "")]
-    path, several = paths[0][0], multi_label or bool(separator)
+    path, label, several = paths[0][0], label_column or "label", bool(separator)
     rows, unread, by_folder = list[Row](), set[str](), True
     for table, folder in paths:
         header, lines = _read_table(table, (image_column,) if image_column else IMAGE_COLUMNS)
         image = image_column or next(each for each in IMAGE_COLUMNS if each in header)
-        columns = _label_columns(table, header, label_column, class_names)
-        unread |= {*filter(None, header)} - {image, "split", *columns}
+        if label not in header:
+            raise UsageError(
+                f"{table}: has no column {label}; write params.label_column: one of"
+                f" {', '.join(filter(None, header))}"
+            )
+        unread |= {*filter(None, header)} - {image, "split", label}
         by_folder = by_folder and not folder and "split" not in header
         for number, cells in lines:
             where, split = f"line {number}, {cells[image]}", cells.get("split", folder or "train")
-            labels = _labels_of(where, cells, columns, separator, several, wrong)
+            texts = cells[label].split(separator) if separator else [cells[label]]
+            labels = [text.strip() for text in texts if text.strip()]
             rows.append(Row(where, cells[image], labels, split, folder))
     images = _Images(root, [filesystem_of(table)[1] for table, _ in paths])
     notes = () if by_folder else _choose_splits(path, rows)
@@ -161,43 +160,6 @@ def _read_table(
     return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in lines]
 
 
-def _label_columns(
-    path: str, header: list[str], label_column: str | None, classes: Sequence[str]
-) -> list[str]:
-    """The column of labels, or one of 0 and 1 per class."""
-    per_class = bool(classes) and {*classes} <= {*header}
-    labels = [label_column] if label_column else [*classes] if per_class else ["label"]
-    if labels[0] not in header:
-        raise UsageError(
-            f"{path}: has no column {labels[0]}; write params.label_column: one of"
-            f" {', '.join(filter(None, header))}, or params.class_names: the columns of 0 and 1"
-        )
-    return labels
-
-
-def _labels_of(
-    where: str,
-    cells: dict[str, str],
-    columns: list[str],
-    separator: str | None,
-    several: bool,
-    wrong: dict[str, list[str]],
-) -> list[str]:
-    if separator:
-        texts = cells[columns[0]].split(separator)
-    elif len(columns) == 1:
-        texts = [cells[columns[0]]]
-    else:
-        texts = [name for name in columns if BITS.get(cells[name])]
-        if odd := [f"{name} = {cells[name]!r}" for name in columns if cells[name] not in BITS]:
-            what = "with something else than 0 and 1 in the column of a class"
-            wrong[what].append(f"{where}: {odd[0]}")
-        if len(texts) > 1 and not several:
-            what = "with 1 in several columns; write params.multi_label: true"
-            wrong[what].append(f"{where}: {', '.join(texts)}")
-    return [text.strip() for text in texts if text.strip()]
-
-
 def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
     """Replace the split of each row by train, val, or "" for a test split beside validation; notes it."""
     counts = Counter(row.split.lower() for row in rows)
@@ -246,13 +208,8 @@ class _Images:
                 self.others.append(path)
 
     def named(self, name: str, folder: str) -> list[str]:
-        name = name.replace("\\", "/").removeprefix(f"{self.top}/")
-        paths = [normpath(f"{folder}/{name}" if folder else name)]
-        paths.append(paths[0].removeprefix(f"{basename(self.top)}/"))
-        exact = next((path for path in paths if path in self.files), None)
-        if exact is not None:
-            return [exact]
-        return self._paths.get(paths[0], []) or self._paths.get(paths[1], [])
+        path = normpath(f"{folder}/{name}" if folder else name.removeprefix(f"{self.top}/"))
+        return [path] if path in self.files else self._paths.get(path, [])
 
 
 def _find_files(images: _Images, rows: list[Row], wrong: dict[str, list[str]]) -> dict[str, str]:

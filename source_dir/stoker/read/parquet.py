@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,8 @@ from stoker.read.arrow import (
     Nulls,
     Rules,
     check_nulls,
-    in_statistics,
     mask_of,
+    nulls_in,
     refuse_code,
     same_values,
     values_of,
@@ -57,22 +57,16 @@ def expression(filters: Filters | None) -> Any:
     return parquet.filters_to_expression(filters)
 
 
-def for_statistics(
-    filters: Filters | None, schema: Iterable[Any], without: Container[str] = ()
-) -> Any:
-    """The part of the filters that statistics of these fields can judge, also without some columns; it keeps
-    at least the same rows. NaN, which no statistics show, differs from every value."""
-    import pyarrow as pa
-
-    floats = {f.name for f in schema if pa.types.is_floating(getattr(f.type, "value_type", f.type))}
-
-    def judged(column: str, operator: str, _: Any) -> bool:
-        return column not in without and not (column in floats and operator in ("!=", "not in"))
-
+def for_statistics(filters: Filters | None, without: Container[str] = ()) -> Any:
+    """The part of the filters that statistics can judge, also without some columns; it keeps at least the same
+    rows. They do not show NaN, which differs from every value."""
     either: list[Any] = filters or []
     if either and not isinstance(either[0], list):
         either = [filters]
-    left = [[term for term in part if judged(*term)] for part in either]
+    left = [
+        [term for term in part if term[0] not in without and term[1] not in ("!=", "not in")]
+        for part in either
+    ]
     return left if all(left) else None
 
 
@@ -93,8 +87,7 @@ class Footer(NamedTuple):
     groups: list[RowGroup]
     matching: int
     nulls: Counter[str]
-    unclear: Counter[str]
-    """Columns of which statistics do not tell whether they hold NULLs → bytes."""
+    """Of columns of which statistics tell."""
 
 
 def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer:
@@ -110,7 +103,9 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
             raise ValueError(
                 f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}"
             )
-        nulls, unclear = in_statistics(metadata, leaves, columns or schema.names)
+        kinds = {field.name: field.type for field in schema}
+        wanted = kinds if columns is None else {c: kinds[c] for c in columns if c in kinds}
+        nulls = nulls_in(metadata, leaves, wanted)
     except Exception as error:
         text = " ".join(str(error).split())
         raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
@@ -120,7 +115,7 @@ def read_footer(filesystem: Any, path: str, columns: list[str] | None) -> Footer
     groups = [
         RowGroup(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n
     ]
-    return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls, unclear)
+    return Footer(schema, metadata.num_rows, groups, metadata.num_rows, nulls)
 
 
 def read_groups(
@@ -193,28 +188,30 @@ class ParquetSource(StreamedSource):
         constants: dict[str, dict[str, Any]] | None = None,
         nulls: Nulls | None = None,
         types: dict[str, Any] | None = None,
+        declared: bool = False,
     ) -> None:
-        self.paths = [f.path for f in files]
-        self.columns, self.filters = columns, filters
+        """
+        Args:
+            declared: `types` has all columns; those that a file lacks are NULL in its rows.
+        """
+        self.sizes = {f.path: f.size for f in files}
+        self.columns, self.filters, self.declared = columns, filters, declared
         self.constants, self.nulls, self.types = constants or {}, nulls or {}, types or {}
-        self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem
-        self.footers: list[Footer] = []
 
     def check(self) -> None:
         schema = self._check_schemas()
         check_nulls(self, [*(self.columns or schema)])
         if self.count() == 0:
             why = f" that matches {self.filters}" if self.filters else ""
-            raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
+            raise UsageError(f"{next(iter(self.sizes))}: the Parquet files hold no row{why}")
 
     def _check_schemas(self) -> dict[str, Any]:
         """Column → its type in the first file, which those of the others must match."""
         import pyarrow as pa
 
-        first = self._first()[0]
-        schema = self._whole_schema(*self._first())
+        first, schema = next(iter(self.footers)), self._first_schema()
         named = dict.fromkeys([*(self.columns or []), *filter_columns(self.filters), *self.nulls])
         if missing := [c for c in named if c not in schema]:
             raise UsageError(
@@ -230,7 +227,7 @@ class ParquetSource(StreamedSource):
             raise UsageError(
                 f"{first}: is of a Hudi table, so some files may be outdated; write a copy of its rows"
             )
-        for path, footer in zip(self.paths, self.footers, strict=True):
+        for path, footer in self.footers.items():
             other = self._whole_schema(path, footer.schema)
             if absent := [c for c in wanted if c not in other]:
                 raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {first} has")
@@ -245,7 +242,7 @@ class ParquetSource(StreamedSource):
                 if self.types.get(column) in (None, pa.null()):
                     self.types[column] = other[column]
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(self._refuse_other_values, self.paths, self.footers))
+            list(pool.map(self._refuse_other_values, *zip(*self.footers.items(), strict=True)))
         return schema
 
     def _refuse_other_values(self, path: str, footer: Footer) -> None:
@@ -258,34 +255,30 @@ class ParquetSource(StreamedSource):
                     " rename one"
                 )
 
-    def count_nulls(self, path: str, column: str, groups: list[RowGroup]) -> int:
-        table = read_groups(self.filesystem, path, groups, [column])
-        mask = mask_of(table[column], self._rows(path, groups))
-        return 0 if mask is None else int(mask.sum())
-
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for a column that the file lacks."""
         types = {field.name: field.type for field in schema}
         return types | dict.fromkeys(self.constants.get(path, {}))
 
-    def _first(self) -> tuple[str, Any]:
-        self._ensure_footers()
-        return self.paths[0], self.footers[0].schema
+    def _first_schema(self) -> dict[str, Any]:
+        path, footer = next(iter(self.footers.items()))
+        return self._whole_schema(path, footer.schema)
 
-    def _ensure_footers(self) -> None:
-        if not self.footers:
-            with ThreadPoolExecutor(16) as pool:
-                self.footers = list(pool.map(self._footer, self.paths))
-            # Writers leave files without rows, whose types may be none.
-            kept = [i for i, footer in enumerate(self.footers) if footer.rows] or [0]
-            self.paths, self.sizes = [self.paths[i] for i in kept], [self.sizes[i] for i in kept]
-            self.footers = [self.footers[i] for i in kept]
+    @cached_property
+    def footers(self) -> dict[str, Footer]:
+        """Of each file with rows to read; writers leave others, whose types may be none."""
+        with ThreadPoolExecutor(16) as pool:
+            every = list(zip(self.sizes, pool.map(self._footer, self.sizes), strict=True))
+        return dict([(path, footer) for path, footer in every if footer.matching] or every[:1])
 
     def _footer(self, path: str) -> Footer:
         import pyarrow as pa
 
         footer = read_footer(self.filesystem, path, self.columns)
-        self.complete(path, footer.schema)
+        if self.declared:
+            own = self.constants.setdefault(path, {})
+            names = {*own, *footer.schema.names}
+            own |= {name: None for name in self.types if name not in names}
         try:
             return self._filtered(path, footer) if self.filters else footer
         except pa.ArrowException as error:
@@ -294,12 +287,9 @@ class ParquetSource(StreamedSource):
                 f"{path}: filters={self.filters!r} do not fit its columns: {text}"
             ) from None
 
-    def complete(self, path: str, schema: Any) -> None:
-        """Add to `constants` what a file of this schema lacks; no-op here."""
-
     def for_workers(self) -> ParquetSource:
         slim = copy(self)
-        slim.footers = []
+        vars(slim).pop("footers", None)
         return slim
 
     def _filtered(self, path: str, footer: Footer) -> Footer:
@@ -309,7 +299,7 @@ class ParquetSource(StreamedSource):
         if not {*footer.schema.names, *constants}.issuperset(filter_columns(self.filters)):
             return footer  # check() reports the column
         groups = footer.groups
-        if own := for_statistics(self.filters, footer.schema, without=constants):
+        if own := for_statistics(self.filters, without=constants):
             # Statistics rule out most row groups that cannot match, without reading them.
             fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
             kept = fragment.split_by_row_group(expression(own), footer.schema)
@@ -341,21 +331,19 @@ class ParquetSource(StreamedSource):
         return kept
 
     def count(self) -> int:
-        self._ensure_footers()
-        return sum(footer.matching for footer in self.footers)
+        return sum(footer.matching for footer in self.footers.values())
 
     def fingerprint(self) -> str:
-        self._ensure_footers()
-        names = [path.removeprefix(self.folder) for path in self.paths]
-        constants = [self.constants.get(path) for path in self.paths]
-        groups = [f.groups for f in self.footers]
+        paths, groups = [*self.footers], [footer.groups for footer in self.footers.values()]
+        names = [path.removeprefix(self.folder) for path in paths]
+        constants = [self.constants.get(path) for path in paths]
         layout = names, groups, self.columns, self.filters, constants, self.nulls
-        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
+        sizes = [self.sizes[path] for path in paths]
+        return fingerprint_of_files(self.filesystem, paths, sizes, layout)
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
-        self._ensure_footers()
         shards: list[Shard] = []
-        for path, footer in zip(self.paths, self.footers, strict=True):
+        for path, footer in self.footers.items():
             part: list[RowGroup] = []
             for group in footer.groups:
                 part.append(group)
@@ -410,13 +398,7 @@ class ParquetSource(StreamedSource):
             yield record
 
     def column_types(self) -> dict[str, Any]:
-        return {
-            c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()
-        }
-
-    def metadata(self) -> list[dict[bytes, bytes]]:
-        self._ensure_footers()
-        return [footer.schema.metadata or {} for footer in self.footers]
+        return {c: kind or self.types.get(c) for c, kind in self._first_schema().items()}
 
     def label_values(self, column: str) -> Counter[Any]:
         """Value → its number of rows."""
@@ -434,7 +416,7 @@ class ParquetSource(StreamedSource):
 
         with ThreadPoolExecutor(16) as pool:
             total: Counter[Any] = Counter()
-            for found in pool.map(values, self.paths, self.footers):
+            for found in pool.map(values, *zip(*self.footers.items(), strict=True)):
                 total.update(found)
             return total
 
@@ -458,7 +440,7 @@ def read_parquet(
         filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
         nulls: how to handle a column's NULLs, {"age": "quarantine"}: drop and count the record; "keep": NaN
             for floats, otherwise 0, False or "" plus a column age__valid; or a replacement value. NULLs of
-            other columns are refused before training.
+            other columns are refused, before training if the files' statistics show them.
         ignore: patterns of files that are not read, such as `*.txt`.
 
     Raises:

@@ -11,7 +11,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
 
@@ -24,18 +24,6 @@ CHUNKS_PREPARED = 16
 """Chunks to fetch of a shard while the one before it is still in use; bounds the memory that this takes."""
 MOST_ZEROS = 64 * 1024
 """Maximum number of zeros at the end of an archive. Tools pad to 10 KiB; a partly written file has more."""
-
-_LISTING, _VOLUME = b"D", b"V"
-"""Types of GNU tar: the names in a folder, in an incremental archive, and the name of the archive."""
-_KINDS = {
-    b"M": "the rest of a file that begins in another volume",
-    b"N": "a list of long names as old tars wrote it",
-    tarfile.CHRTYPE: "a device",
-    tarfile.BLKTYPE: "a device",
-    tarfile.FIFOTYPE: "a named pipe",
-    tarfile.LNKTYPE: "a hard link",
-    tarfile.SYMTYPE: "a symbolic link",
-}
 
 
 class Member(NamedTuple):
@@ -62,32 +50,21 @@ def members(
             else:
                 tar.skip(header.size)
                 yield Member(name, b"")
-        elif header.type == _LISTING:
-            tar.content(header.size)
-        elif header.type not in (tarfile.DIRTYPE, _VOLUME):
-            raise tar.refused(name, _KINDS.get(header.type, f"of the type {header.type!r}"))
+        elif header.type != tarfile.DIRTYPE:
+            link = header.islnk() or header.issym()
+            raise tar.refused(name, "a link" if link else f"of the type {header.type!r}")
     tar.end()
-
-
-class _Header(tarfile.TarInfo):
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if buf[257:265] == tarfile.GNU_MAGIC:
-            # GNU tar stores times where ustar has the beginning of a name.
-            header.name = buf[:100].partition(b"\0")[0].decode(encoding, errors)
-        return header
 
 
 def _headers(tar: _Stream) -> Iterator[tarfile.TarInfo]:
     """The headers before the first zero block; `TarFile.next` would also stop at a damaged one."""
     try:
-        archive = tarfile.TarFile(fileobj=tar, tarinfo=_Header, encoding="utf-8")  # type: ignore[arg-type]
+        archive = tarfile.TarFile(fileobj=tar, encoding="utf-8")  # type: ignore[arg-type]
         header = archive.next()
         while header is not None:
             yield header
             tar.start = tar.at
-            header = _Header.fromtarfile(archive)
+            header = tarfile.TarInfo.fromtarfile(archive)
     except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
         return
     except (tarfile.TarError, ValueError, IndexError) as error:

@@ -140,13 +140,6 @@ class WebDatasetSource(StreamedSource):
             raise UsageError(f"{self.folder}: {column} holds both text and numbers; write either")
         return pa.string() if str in kinds else pa.float64() if float in kinds else pa.int64()
 
-    def hints(self) -> dict[str, str]:
-        return {
-            "image_column": "; the first dot of a member's name begins its column",
-            "label_column": "; json.FIELD is a field of 0.json, folder the folder of 0.jpg; or add 0.cls"
-            " beside 0.jpg",
-        }
-
     def label_values(self, column: str) -> set[Any] | None:
         column = self.derived.get(column, column)
         if not self.walked or member_of(column) not in (FOLDER, *self.survey.columns):

@@ -17,7 +17,7 @@ from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.columns import columns_of
 from stoker.errors import StokerError, cause_of
 from stoker.protocol import BadRecord, BlockReport, PassPlan, Record, Shard, Work
-from stoker.read.arrow import content_of_struct, mask_of, values_of
+from stoker.read.arrow import is_image, mask_of, values_of
 from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
 from stoker.read.sources import Source, listing_of, one_by_one, record_id, reread_wait_s, seeded
 
@@ -109,7 +109,7 @@ def as_records(block: Any) -> list[Record]:
             if mask is not None:
                 value = values_of(block[name])
                 values[name] = lambda row, mask=mask, value=value: None if mask[row] else value(row)
-            elif content_of_struct(block[name].type):
+            elif is_image(block[name].type):
                 values[name] = values_of(block[name])
     count = len(next(iter(columns.values()))) if columns else 0
     rows = [{name: value(row) for name, value in values.items()} for row in range(count)]

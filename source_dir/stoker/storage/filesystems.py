@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.place import LAUNCH_DIR_VARIABLE, SOURCE_DIR_VARIABLE
+from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
 S3_CONNECT_S, S3_REQUEST_S = 5, 30
@@ -315,27 +315,18 @@ def _remembered(path: str, what: str, ask: Callable[[], Any]) -> Any:
 
 
 def _below_in_parts(filesystem: Any, folder: str) -> list[Any]:
-    """What is below a folder of S3, which lists 1,000 keys at a time: several folders at once.
+    """What is below a folder of S3, which lists 1,000 keys at a time: its own folders at once.
 
-    One listing of all if folders are not strictly inside each other, as with `//` in keys, or may not be
-    listed by themselves.
+    One listing of all if those are not strictly inside it, as with `//` in keys, or may not be listed by
+    themselves.
     """
-    found: list[Any] = []
-    folders, whole = [folder], partial(entries, filesystem, recursive=True)
+    whole = partial(entries, filesystem, recursive=True)
     with contextlib.suppress(OSError), ThreadPoolExecutor(LISTS) as pool:
-        while 0 < len(folders) < LISTS:
-            parts = pool.map(partial(entries, filesystem), folders)
-            level = [info for part in parts for info in part]
-            paths = [info.path for info in level]
-            odd = any("//" in path or path[-1] == "/" for path in paths)
-            if odd or len({*paths, *folders}) < len(paths) + len(folders):
-                return whole(folder)
-            below = [info.path for info in level if not info.is_file]
-            if len(below) > MOST_LISTED:
-                break
-            found += level
-            folders = below
-        return found + [info for part in pool.map(whole, folders) for info in part]
+        found = entries(filesystem, folder)
+        odd = any(not re.fullmatch("/[^/]+", info.path[len(folder) :]) for info in found)
+        folders = [info.path for info in found if not info.is_file]
+        if not odd and len(folders) <= MOST_LISTED:
+            return found + [info for part in pool.map(whole, folders) for info in part]
     return whole(folder)
 
 
@@ -372,27 +363,9 @@ def join(uri: str, *parts: str) -> str:
 
 
 def _absolute(path: str) -> Path:
-    """Resolve a relative path against the folder of the command, or else the job's folder.
-
-    The latter is a copy that the next start of the run replaces.
-    """
-    here, source = Path(path).absolute(), os.environ.get(SOURCE_DIR_VARIABLE)
-    launched = os.environ.get(LAUNCH_DIR_VARIABLE)
-    there = Path(launched or "", path)
-    # "." and what is above exist beside the copy, too.
-    named = Path(path).parts[:1] not in ((), ("..",))
-    if not launched or (named and here.exists() and not there.exists()):
-        return here
-    if (
-        source
-        and named
-        and here.exists()
-        and (own := Path(source, path)).resolve() != there.resolve()
-    ):
-        raise UsageError(
-            f"{path}: could be {there} or {own}; write the whole path of the one you mean"
-        )
-    return there
+    """Resolve a relative path against the folder of the command, never against the job's copy of the source,
+    which the next start of the run replaces."""
+    return Path(os.environ.get(LAUNCH_DIR_VARIABLE, ""), path).absolute()
 
 
 def _info(filesystem: Any, path: str, uri: str) -> Any:
