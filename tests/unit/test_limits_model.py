@@ -126,18 +126,6 @@ class TestLaws:
 
     @always_the_same
     @given(works, shapes)
-    def test_no_number_of_hosts_is_cheaper_than_the_chosen_one(
-        self, work: Workload, shape: ClusterShape
-    ) -> None:
-        def cost(count: int) -> float:
-            candidate = shape.with_cpu_hosts(count)
-            return usd_per_million_samples(predict(work, candidate), candidate)
-
-        chosen = cheapest_count(work, shape, limit=40)
-        assert cost(chosen) <= min(cost(n) for n in range(41)) * (1 + 1e-6)
-
-    @always_the_same
-    @given(works, shapes)
     def test_the_binding_limit_is_reached_and_raising_another_does_not_help(
         self, work: Workload, shape: ClusterShape
     ) -> None:

@@ -85,12 +85,40 @@ class Prediction:
 
 
 def predict(work: Workload, shape: ClusterShape) -> Prediction:
-    curve = _Curve(work, shape)
-    remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
-    rate = curve.total(remote)
-    # CPU hosts work first, as in the placement; the remainder stays on the GPU host.
+    m, n, c = shape.gpu_hosts, shape.cpu_hosts, work.cpu_s
+    workers, gpu_cpus = m * shape.gpus_per_host, m * shape.gpu_host_cpus
+    usable = max(shape.gpu_host_cpus - shape.reserved_cpus, 0.0)
+    slots = _ratio(m * usable * shape.gpu_host_efficiency, c)
+    gpu, receiver = workers * work.gpu_samples_per_s, _ratio(workers, work.serial_s)
+    link = min(m * shape.gpu_host_bytes_per_s, n * shape.cpu_host_bytes_per_s)
+    network = _ratio(link, work.bytes_per_sample) if n else 0.0
+    produced = _ratio(shape.efficiency * n * shape.cpu_host_cpus, c)
+    # At the last of these rates, receiving alone saturates the GPU hosts' CPUs.
+    most = min(produced, network, _ratio(gpu_cpus, work.receive_s + work.other_s))
+    whole = c + work.other_s
+
+    def total(remote: float) -> float:
+        """T as a function of R: concave and piecewise linear."""
+        of_cpus = _ratio(gpu_cpus + (c - work.receive_s) * remote, whole)
+        return max(min(gpu, receiver, of_cpus, slots + remote), 0.0)
+
+    corner = 0.0  # where the two lines of the GPU hosts' CPUs meet
+    if whole > 0 and math.isfinite(slots) and whole != c - work.receive_s:
+        corner = (gpu_cpus - slots * whole) / (whole - c + work.receive_s)
+    rates = [r for r in (0.0, most, min(max(corner, 0.0), most)) if math.isfinite(r)]
+    best = max(map(total, rates))
+    # Among equals the largest R: CPU hosts work first, as in the placement.
+    remote = max(r for r in rates if total(r) >= best * (1 - TOLERANCE))
+    rate, near = total(remote), 1 - TOLERANCE
+    binds: Term = "cpu" if not n or remote >= produced * near else "gpu_host_cpu"
+    if rate >= gpu * near:
+        binds = "gpu"
+    elif rate >= receiver * near:
+        binds = "receiver"
+    elif n and remote >= network * near:
+        binds = "network"
     share = min(remote / rate, 1.0) if rate > 0 and math.isfinite(rate) else float(remote > 0)
-    return Prediction(rate, curve.binding(rate, remote), share)
+    return Prediction(rate, binds, share)
 
 
 def usd_per_million_samples(prediction: Prediction, shape: ClusterShape) -> float:
@@ -108,70 +136,6 @@ def cheapest_count(work: Workload, shape: ClusterShape, limit: int = MAX_CPU_HOS
 def cost_with(work: Workload, shape: ClusterShape, cpu_hosts: int) -> float:
     shape = shape.with_cpu_hosts(cpu_hosts)
     return usd_per_million_samples(predict(work, shape), shape)
-
-
-class _Curve:
-    """Total throughput as a function of the remote rate R: concave and piecewise linear."""
-
-    def __init__(self, work: Workload, shape: ClusterShape) -> None:
-        self.work, self.shape = work, shape
-        self.gpu_cpus = shape.gpu_hosts * shape.gpu_host_cpus
-        usable = max(shape.gpu_host_cpus - shape.reserved_cpus, 0.0)
-        self.slots = shape.gpu_hosts * usable * shape.gpu_host_efficiency
-        workers = shape.gpu_hosts * shape.gpus_per_host
-        self.gpu_cap = workers * work.gpu_samples_per_s
-        self.receiver_cap = _ratio(workers, work.serial_s)
-        self.network = _ratio(shape.gpu_hosts * shape.gpu_host_bytes_per_s, work.bytes_per_sample)
-        # At this rate, receiving alone saturates the GPU hosts' CPUs.
-        self.receiving = _ratio(self.gpu_cpus, work.receive_s + work.other_s)
-
-    def produced(self, count: float) -> float:
-        return _ratio(self.shape.efficiency * count * self.shape.cpu_host_cpus, self.work.cpu_s)
-
-    def sent(self, count: float) -> float:
-        if not count:
-            return 0.0
-        return _ratio(count * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
-
-    def most_remote(self, count: float) -> float:
-        produced = self.produced(count) if count else 0.0
-        return min(produced, self.sent(count), self.network, self.receiving)
-
-    def total(self, remote: float) -> float:
-        lines = [base + slope * remote for base, slope in self._lines() if math.isfinite(base)]
-        return max(min([self.gpu_cap, self.receiver_cap, *lines]), 0.0)
-
-    def _lines(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """T ≤ base + slope·R, by the CPUs of the GPU hosts: all of them, and those for the chain."""
-        work = self.work
-        whole = work.cpu_s + work.other_s
-        if whole <= 0:
-            return (math.inf, 0.0), (math.inf, 0.0)
-        all_cpus = (self.gpu_cpus / whole, (work.cpu_s - work.receive_s) / whole)
-        return all_cpus, (_ratio(self.slots, work.cpu_s), 1.0)
-
-    def best_remote(self, most: float) -> float:
-        """The R in 0…most with the largest T."""
-        candidates = [0.0, most, min(max(self._corner(), 0.0), most)]
-        finite = [r for r in candidates if math.isfinite(r)]
-        best = max(self.total(r) for r in finite)
-        # Among equals the largest: CPU hosts work first.
-        return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
-
-    def _corner(self) -> float:
-        (base, slope), (slots, one) = self._lines()
-        return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
-
-    def binding(self, rate: float, remote: float) -> Term:
-        near = 1 - TOLERANCE
-        if rate >= self.gpu_cap * near:
-            return "gpu"
-        if rate >= self.receiver_cap * near:
-            return "receiver"
-        hosts = self.shape.cpu_hosts
-        if hosts and remote >= min(self.network, self.sent(hosts)) * near:
-            return "network"
-        return "cpu" if not hosts or remote >= self.produced(hosts) * near else "gpu_host_cpu"
 
 
 def _ratio(supply: float, demand: float) -> float:
