@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -83,13 +84,7 @@ def main():
     found = []
     for part in given.part:
         kind, share = part.split(":")
-        while True:
-            try:
-                found.append(train(kind, float(share), given.step, given.workers, given.steps))
-                break
-            except:
-                if kind != "stubborn":
-                    raise
+        found.append(train(kind, float(share), given.step, given.workers, given.steps))
     with open(f"times-{given.workers}.json", "w") as file:
         json.dump(found, file)
 
@@ -148,92 +143,43 @@ def test_the_share_is_that_of_the_scripts_own_clock_within_five_points(
     own = range(warm_up, warm_up + one["steps"])
     whole = statistics.mean(times[i + 1][0] - times[i][0] for i in own)
     wait = statistics.mean(times[i][1] - times[i][0] for i in own)
-    assert one["share"]["value"] == pytest.approx(wait / whole, abs=0.05)
+    assert one["share"] == pytest.approx(wait / whole, abs=0.05)
     assert one["compute_s"] == pytest.approx(whole - wait, abs=0.02)
-    assert one["samples_per_step"] == 4 and one["bytes_per_step"] == 4 * 3 * 4
+    assert one["samples"] == 4 and one["bytes"] == 4 * 3 * 4
     if kind == "own":
-        assert one["fetched"] is None
+        assert one["cpu_s"] is None
         return
     slept = bool(float(share)) * count * STEP_S if count else float(share) * STEP_S
-    assert 4 * one["fetched"]["blocked_s"] == pytest.approx(slept, rel=0.1, abs=0.02), (
-        "seen as waiting"
-    )
-    assert one["fetched"]["cpu_s"] < 0.01
+    assert one["blocked_s"] == pytest.approx(slept, rel=0.1, abs=0.02), "seen as waiting"
+    assert one["cpu_s"] < 0.04
 
 
-def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(
-    tmp_path: Path,
-) -> None:
-    found = known(tmp_path, "0", "--part", "stubborn:0.5")
+def test_it_ends_once_it_is_sure(tmp_path: Path) -> None:
+    found = known(tmp_path, "0", "--part", "rows:0.5")
     assert found["ended"] == "enough" and found["loaders"][0]["steps"] >= 20
     assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is None
 
 
-IMAGES = """
-import io, sys, time
-import numpy, torch
-from helping import LENGTH
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.transforms import v2
-
-torch.set_num_threads(1)  # on busy CPUs, threads that spin for each other would make steps slow
-file = io.BytesIO()
-Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (200, 200, 3), numpy.uint8)).save(file, "JPEG")
-
-def halve(image):
-    time.sleep(0.015)  # a batch takes at least eight times this, however busy the CPUs; training takes little
-    return image / 2
-
-class Images(Dataset):
-    def __init__(self, transform): self.transform = transform
-    def __len__(self): return LENGTH
-    def __getitem__(self, index):
-        return self.transform(Image.open(io.BytesIO(file.getvalue())).convert("RGB")), index % 10
-
-chain = [v2.RandomResizedCrop(32), v2.ToImage(), v2.ToDtype(torch.float32), v2.GaussianBlur(9), halve]
-training = DataLoader(Images(v2.Compose(chain)), 16, shuffle=True, num_workers=2)
-plain = v2.Compose([v2.CenterCrop(32), v2.ToImage(), v2.ToDtype(torch.float32)])
-validation = DataLoader(Subset(Images(plain), range(64)), 16)
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
-optimizer = torch.optim.SGD(model.parameters(), 0.001)
-for epoch in range(2):
-    for images, labels in training:
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    with torch.no_grad():
-        for images, labels in validation:
-            model(images)
-print("the script ends by itself", sys.argv[1:])
-"""
-LOOPS = ("for images, labels in training:", "    for images, labels in validation:")
-
-
-def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
+def test_the_screen_names_loaders_costs_and_what_would_help(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "train.py").write_text(IMAGES)
-    (folder / "helping.py").write_text("LENGTH = 320\n")
+    (folder / "train.py").write_text(KNOWN)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    types = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--steps", "500")
-    types += ("--gpu-samples-per-s", "900")
-    for _ in range(3):
-        done = submit("check", "mine/train.py", *types, "--", "--hosts", "3", cwd=tmp_path)
-        if not done.stdout.startswith("too uncertain"):  # something else took the CPUs
-            break
-    # Decoding on two cores against a linear model; other work may take the CPUs in all three attempts.
-    judged = not done.stdout.startswith("too uncertain")
-    assert done.returncode == (0 if judged else 2), done.stdout + done.stderr
-    assert "the script ends by itself ['--hosts', '3']" in done.stderr
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    hosts = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--gpu-samples-per-s", "900")
+    given = ("--workers", "0", "--step", str(STEP_S), "--steps", "40")
+    parts = ("--part", "rows:0.5", "--part", "own:0")
+    options = ("--steps", "500", *hosts, "--", *given, *parts)
+    done = submit("check", "mine/train.py", *options, cwd=tmp_path)
     screen = done.stdout
-    assert len(screen.splitlines()) <= 40
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    # Other work may take the CPUs.
+    judged = not screen.startswith("too uncertain")
+    assert done.returncode == (0 if judged else 2), screen + done.stderr
     assert screen.startswith("input-bound: ") or not judged
-    lines = IMAGES.splitlines()
-    trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)
-    assert f"train.py:{trains}: Images, batches of 16 samples, 197 kB, num_workers=2" in screen
-    assert f"also train.py:{validates}: Subset, batches of 16 samples" in screen
-    assert "CPU per sample: " in screen
+    assert re.search(r"\n  train.py:\d+: Rows, batches of 4 samples, 0 kB, num_workers=0\n", screen)
+    assert re.search(r"\n  also train.py:\d+: Rows, batches of 4 samples", screen)
+    assert "CPU per sample: " in screen and len(screen.splitlines()) <= 40
+    assert not judged or re.search(r"\n  num_workers=\d+ instead of 0 would fix this", screen)
     assert not judged or ("recommended: 1 × ml.g5" in screen and "estimated, prices of" in screen)
 
 
@@ -272,7 +218,7 @@ def test_a_lightning_trainer_is_seen_through(tmp_path: Path) -> None:
     first, *others = json.loads(done.stdout)["loaders"]
     assert first["trains"] and first["steps"] == 12
     # Lightning's own work is part of the step.
-    assert 0.2 < first["share"]["value"] < 0.8
+    assert 0.2 < first["share"] < 0.8
     assert [other["trains"] for other in others] == [False], (
         "the validation that Lightning begins with"
     )
@@ -293,32 +239,25 @@ for batch in DataLoader(Rows(), 4, num_workers=1):
 """
 
 
-LAUNCHED = "import os\nrank = int(os.environ['LOCAL_RANK'])\n"
-GROUPED = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
-
-
 @pytest.mark.parametrize(
-    ("script", "code", "said"),
+    ("script", "said"),
     [
-        (LAUNCHED, 1, "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
-        (GROUPED, 1, "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
-        ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
+        ("import os\n1 / 0\n", "ZeroDivisionError: division by zero"),
         (
             "import sys\nsys.exit(3)\n",
-            1,
             "the script failed before 20 steps were measured: exit code 3",
         ),
-        ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was killed by SIGKILL"),
-        ("import time\ntime.sleep(600)\n", 1, "error: train.py: no result within --timeout 5 s"),
-        (FAILS, 1, "error: train.py: the script failed before 20 steps were measured: ValueError"),
+        ("import os\nos.kill(os.getpid(), 9)\n", "the script was killed by SIGKILL"),
+        ("import time\ntime.sleep(600)\n", "error: train.py: too few batches within --timeout 5 s"),
+        (FAILS, "error: train.py: the script failed before 20 steps were measured: ValueError"),
     ],
 )
-def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, code: int, said: str) -> None:
+def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, said: str) -> None:
     """More of them: tests/unit/test_check.py."""
     (tmp_path / "train.py").write_text(script)
     limit = ("--timeout", "5") if "sleep" in script else ()
     done = submit("check", "train.py", "--steps", "20", *limit, cwd=tmp_path)
-    assert done.returncode == code and done.stdout == ""
+    assert done.returncode == 1 and done.stdout == ""
     assert said in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
     if "/ 0" in script:
         assert (

@@ -21,27 +21,18 @@ from stoker_launcher.advise.check.fetching import Fetching, observe_next_fetcher
 from stoker_launcher.advise.check.timeline import (
     Loader,
     Take,
-    TimeShare,
     enough,
     steady,
     steps_of,
     wait_share,
 )
-from stoker_launcher.advise.check.verdict import (
-    Checked,
-    FetchCost,
-    checked,
-    fetched_of,
-    headline,
-    lines_of,
-    measured,
-)
+from stoker_launcher.advise.check.verdict import Checked, checked, headline, lines_of, measured
 from stoker_launcher.advise.check.watch import GpuClock, Watch, describe_loader
 
-TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60)
+TRAINS = Loader("train.py:9", "Images", 8, 0, 0, batches=60, trained=60)
 IDLE = replace(TRAINS, batches=0, trained=0)
 WORKERS = replace(TRAINS, num_workers=2, prefetch=2)
-VALIDATES = Loader("train.py:30", "Images", 8, 0, 0, False, 5, batches=5)
+VALIDATES = Loader("train.py:30", "Images", 8, 0, 0, batches=5)
 
 
 def epoch(
@@ -52,9 +43,9 @@ def epoch(
     return [*takes[:-1], replace(takes[-1], got=starts[-1] + 0.001, ended=True)]
 
 
-def share_of(takes: Sequence[Take], *loaders: Loader) -> TimeShare:
+def share_of(takes: Sequence[Take], *loaders: Loader) -> float:
     loaders = loaders or (TRAINS,)
-    return wait_share(steady(steps_of(takes, loaders, 0), loaders[0]))
+    return wait_share(steady(steps_of(takes, loaders, 0), loaders[0]))[0]
 
 
 def zipped() -> list[Take]:
@@ -95,12 +86,12 @@ def validated() -> list[Take]:
 def test_the_share_is_the_time_in_next_against_the_whole_step(
     takes: list[Take], loaders: list[Loader], share: float
 ) -> None:
-    assert share_of(takes, *loaders).value == pytest.approx(share, abs=0.001)
+    assert share_of(takes, *loaders) == pytest.approx(share, abs=0.001)
 
 
 def test_only_steady_steps_and_whole_rounds_of_workers_count() -> None:
     steps = steps_of(PREFETCHED, [WORKERS], 0)
-    assert steady(steps, WORKERS)[0].number == 7 and wait_share(steps).value < 0.2
+    assert steady(steps, WORKERS)[0].number == 7 and wait_share(steps)[0] < 0.2
     later = steps_of([*PREFETCHED, *epoch(20, 0.09, 0.01, number=1, since=100)], [WORKERS], 0)
     assert next(s.number for s in steady(later, WORKERS) if s.epoch == 1) == 2
     # Eight workers deliver together: every eighth step waits 0.8 s, the rest not at all.
@@ -110,7 +101,7 @@ def test_only_steady_steps_and_whole_rounds_of_workers_count() -> None:
         takes.append(Take(0, 0, number, now, got))
         now = got + 0.1
     found = steady(steps_of(takes, [eight], 0), eight)
-    assert len(found) == 40 and wait_share(found).value == pytest.approx(0.5)
+    assert len(found) == 40 and wait_share(found)[0] == pytest.approx(0.5)
 
 
 EVEN = steps_of(epoch(60, 0.05, 0.05), [TRAINS], 0)
@@ -156,16 +147,13 @@ def test_a_fetch_is_booked_with_the_loaders_in_it(
         observe_next_fetcher(counted)
         assert [len(batch) for batch in DataLoader(Subset(rows, range(40)), 4)] == [4] * 10
     counted.write()
-    found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
-    assert found is not None
-    assert found.batches == 19, (
-        "the first is counted apart, and those of the loader within not at all"
-    )
-    assert found.samples_per_batch == 4 and found.cpu_s == pytest.approx(32)
+    found = json.loads((tmp_path / "fetch.json").read_text())
+    # The first is not counted, nor are those of the loader within.
+    assert found["batches"] == 19 and found["cpu_s"] == pytest.approx(19 * 4 * 32)
 
 
 def one(
-    cpu: float,
+    cpu: float | None,
     blocked: float = 0.0,
     *,
     share: float = 0.5,
@@ -173,17 +161,14 @@ def one(
     step_s: float = 0.08,
 ) -> Checked:
     """A loader of 2 workers: 8 samples a step, each with this cost of fetching."""
-    cost = FetchCost(cpu, blocked, 8, 50)
-    bytes_ = 8 * 150_528
-    return Checked(0, WORKERS, 50, TimeShare(share, spread), step_s, 8, bytes_, None, cost)
+    cpu = None if cpu is None else 8 * cpu
+    return Checked(0, WORKERS, 50, share, spread, step_s, 8, 8 * 150_528, cpu, 8 * blocked)
 
 
 CANNOT = "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up, beside one for the script"
 FASTER = "without waiting a step takes 25 ms: 320 samples/s instead of 80, 3.8 to 4.2 times as fast"
-RESTARTS = "each epoch of 5 batches spends 1.6 s on starting workers, 80 % of its time: persistent"
 UNSURE = "too uncertain to judge: 40 to 98 % of each step waits for data (50 steps of 100 ms); measure more: "
 MORE = "num_workers=5 instead of 2 would fix this on this machine"
-SHORT_EPOCHS = replace(WORKERS, length=5, starts=[1, 1])
 
 
 @pytest.mark.parametrize(
@@ -192,8 +177,7 @@ SHORT_EPOCHS = replace(WORKERS, length=5, starts=[1, 1])
         (one(0.001, share=0.02), 8, "well fed: 2 % (± 1) of each step waits for data"),
         (one(0.02, share=0.69, spread=0.29, step_s=0.1), 8, f"{UNSURE}--steps 1000"),
         (one(0.02, share=0.75, step_s=0.1), 8, FASTER),
-        (one(0.02, share=0.5, spread=0.001), 8, ", 2.0 times as fast"),
-        (one(0.02, share=0.82, spread=0.13), 8, ", 3.2 to 20 times as fast"),
+        (one(0.02, share=0.82, spread=0.13), 8, ", 3.2 to 20.0 times as fast"),
         (one(0.02, share=0.95, spread=0.06), 8, ", at least 9.1 times as fast"),
         (one(0.02, share=0.1, spread=0.12), 8, ", 1.0 to 1.3 times as fast"),
         # 8 samples of 20 ms on two workers take 80 ms; a step alone 40 ms.
@@ -201,7 +185,6 @@ SHORT_EPOCHS = replace(WORKERS, length=5, starts=[1, 1])
         (one(0.02), 3, f"{CANNOT}, and there are 3; 50 % of a step would still wait"),
         (one(0.001, 0.019), 2, f"{MORE}: 0.2 of its 2"),
         (one(0.004), 2, "2 workers should be enough for this cost of fetching"),
-        (replace(one(0.02), start_s=1.6, loader=SHORT_EPOCHS), 8, RESTARTS),
     ],
 )
 def test_the_verdict_and_what_would_help_here(script: Checked, cpus: float, said: str) -> None:
@@ -219,52 +202,45 @@ def advised(script: Checked, rates: dict[str, float], gpu: str | None) -> Advice
 
 def test_the_cpu_hosts_that_lift_the_wait() -> None:
     """Fetching a sample takes 20 ms of CPU, training it 1 ms."""
-    script = one(0.02, share=0.9)
-    for spread in (0.01, 0.12):
-        advice = advised(replace(script, share=TimeShare(0.9, spread)), {}, "NVIDIA A10G")
-        assert advice is not None and advice.best is not None
-        best = advice.best
-        assert advice.measured.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
-        assert best.cpu_hosts > 0 and 0 < best.low < best.samples_per_s < best.high
-        cpus = 4 * best.cpu_hosts * (2 if best.cpu_type == "ml.c5.2xlarge" else 1)
-        # All of them at 95 % and the three that the GPU host has left.
-        assert best.samples_per_s == pytest.approx(min(1000, (cpus + 3) * 0.95 / 0.02), rel=0.05)
+    advice = advised(one(0.02, share=0.9), {}, "NVIDIA A10G")
+    assert advice is not None and advice.best is not None
+    best = advice.best
+    assert advice.measured.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
+    assert best.cpu_hosts > 0
+    cpus = 4 * best.cpu_hosts * (2 if best.cpu_type == "ml.c5.2xlarge" else 1)
+    # All of them at 95 % and the three that the GPU host has left.
+    assert best.samples_per_s == pytest.approx(min(1000, (cpus + 3) * 0.95 / 0.02), rel=0.05)
     waits = advised(one(0.001, 0.019, share=0.9), {"A10G": 400.0}, "NVIDIA A10G")
     assert waits is not None and waits.best is not None
     assert waits.measured.gpu_samples_per_s == {"A10G": 400.0}
     assert waits.measured.cpu_s == pytest.approx(0.02), "a worker that waits is occupied, too"
-    unknown = advised(script, {}, None)
+    unknown = advised(one(0.02, share=0.9), {}, None)
     assert unknown is not None and unknown.best is None
     assert "--gpu-samples-per-s" in unknown.lines[0]
-    assert advised(replace(script, fetched=None), {}, None) is None, "nothing is made up"
+    assert advised(one(None), {}, None) is None, "nothing is made up"
 
 
 def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
     return {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
 
 
-FEW = "few or no optimizer steps of torch follow the batches"
-
-
 @pytest.mark.parametrize(
-    ("loop", "place", "caveat"),
+    ("loop", "place", "judged"),
     [
-        ("t" * 100 + "s" * 2000, "t", FEW),
-        ("t" * 60, "t", FEW),
-        (("t" * 8 + "s" * 8) * 12, "t", ""),
-        (("t" + "s" * 10) * 50, "t", ""),
-        (("t" * 60 + "s") * 3, "t", ""),
-        ("v" * 50 + "ts" * 40, "t", ""),
-        ("v" * 80 + "t" * 60, "v", FEW),
-        ("tx" * 40, "t", "another thread than the one that trains takes the batches"),
+        ("t" * 100 + "s" * 2000, "t", False),
+        (("t" * 8 + "s" * 8) * 12, "t", True),
+        (("t" * 60 + "s") * 3, "t", True),
+        ("v" * 50 + "ts" * 40, "t", True),
+        ("v" * 80 + "t" * 60, "v", False),
+        ("tx" * 40, "t", False),
     ],
     ids=[
-        *("from memory", "no optimizer", "eight batches ahead", "a GAN's steps", "accumulation"),
-        *("a validation first", "no optimizer, two loaders", "another thread"),
+        *("from memory", "eight batches ahead", "accumulation", "a validation first"),
+        *("no optimizer", "another thread"),
     ],
 )
 def test_only_steps_behind_batches_give_a_verdict(
-    tmp_path: Path, loop: str, place: str, caveat: str
+    tmp_path: Path, loop: str, place: str, judged: bool
 ) -> None:
     """`loop`: batches of the training and validation, optimizer steps here and in another thread."""
     watch = Watch(tmp_path, None)
@@ -281,8 +257,8 @@ def test_only_steps_behind_batches_give_a_verdict(
             other.join()
     watch.finish("finished")
     first = checked(json.loads((tmp_path / "result.json").read_text()), [], "train.py")[0]
-    assert (first.loader.place, first.caveat) == (place, caveat)
-    assert headline(first)[0].startswith("input-bound") is first.waits is (not caveat)
+    assert first.loader.place == place
+    assert headline(first)[0].startswith("input-bound") is first.waits is judged
 
 
 @pytest.mark.parametrize(
@@ -304,7 +280,7 @@ def test_stokers_own_loader_ends_it_as_soon_as_it_is_seen(tmp_path: Path) -> Non
     """Its batches come from a cluster that is only starting."""
     rows = TensorDataset(torch.zeros(8))
     kinds = [
-        describe_loader(loader, rows, ["train.py:9"])
+        describe_loader(loader, ["train.py:9"])
         for loader in (stoker.DataLoader(rows), DataLoader(rows))
     ]
     assert [loader.ours for loader in kinds] == [True, False]
@@ -379,4 +355,4 @@ def test_on_a_gpu_only_what_it_waits_for_is_waiting(
     )
     seconds: Any = [clock.seconds(moment, wait=True) for moment in moments]
     takes = [Take(0, 0, i, *seconds[2 * i : 2 * i + 2]) for i in range(60)]
-    assert share_of(takes).value == pytest.approx(share, abs=0.02)
+    assert share_of(takes) == pytest.approx(share, abs=0.02)

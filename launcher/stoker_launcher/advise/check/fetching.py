@@ -12,8 +12,7 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,29 @@ WRITE_S = 0.2
 class Fetching:
     def __init__(self, file: Path, loader: int, clock: Callable[[], float]) -> None:
         self.file, self.loader, self.clock = file, loader, clock
-        self.batches = 0
-        self.sums: defaultdict[str, float] = defaultdict(float)
-        self.written = 0.0
+        self.batches = -1
+        """The first batch does not count, because it imports modules and opens files."""
+        self.cpu_s = self.wall_s = self.written = 0.0
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
-        """Time a batch; the first one does not count, because it imports modules and opens files."""
         wall, cpu = time.monotonic(), self.clock()
         data = original(index)
         wall, cpu = time.monotonic() - wall, self.clock() - cpu
         self.batches += 1
-        if self.batches == 1:
-            return data
-        rows = len(index) if isinstance(index, list | tuple) else first_length(data) or 1
-        counted = {"fetches": 1.0, "samples": rows, "cpu_s": cpu, "wall_s": wall}
-        for name, value in counted.items():
-            self.sums[name] += value
-        if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
-            self.write()
+        if self.batches:
+            self.cpu_s += cpu
+            self.wall_s += wall
+            if self.batches < 3 or time.monotonic() - self.written > WRITE_S:
+                self.write()
         return data
 
     def write(self) -> None:
         """Write atomically, because the file may be read at any time."""
         self.written = time.monotonic()
-        found = {"loader": self.loader, **self.sums}
+        names = ("loader", "batches", "cpu_s", "wall_s")
         draft = self.file.with_suffix(".draft")
         with contextlib.suppress(OSError):  # the check has ended and removed its folder
-            draft.write_text(json.dumps(found))
+            draft.write_text(json.dumps({name: getattr(self, name) for name in names}))
             draft.replace(self.file)
 
 
@@ -89,13 +84,3 @@ def observe_next_fetcher(fetching: Fetching) -> Callable[[], None]:
 
     kinds.create_fetcher = staticmethod(create_fetcher)
     return restore
-
-
-def first_length(data: Any) -> int | None:
-    if hasattr(data, "shape"):
-        return int(data.shape[0]) if len(data.shape) else None
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, list | tuple):
-        return next((n for n in map(first_length, data[:8]) if n is not None), None)
-    return None

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_STEPS = 10
@@ -56,20 +56,15 @@ class Loader:
     batch_size: int | None
     num_workers: int
     prefetch: int
-    persistent: bool
-    length: int | None
+    ours: bool = False
+    epochs: int = 0
     batches: int = 0
     trained: int = 0
-    """Optimizer steps preceded by one of its batches."""
-    starts: list[float] = field(default_factory=list)
-    """Seconds that iter() took, by epoch."""
+    """Optimizer steps preceded by one of its batches, taken in the same thread."""
     samples: int = 0
     sized_batches: int = 0
     """Number of batches over which `samples` and `batch_bytes` were counted."""
     batch_bytes: int = 0
-    ours: bool = False
-    in_thread: bool = False
-    """Whether next() was called in another thread than the optimizer's step."""
 
     @property
     def trains(self) -> bool:
@@ -84,13 +79,6 @@ class Loader:
     def lead(self) -> int:
         """Steps to skip in later epochs, because workers that start together deliver together."""
         return max(self.num_workers, 1)
-
-
-@dataclass(frozen=True)
-class TimeShare:
-    value: float
-    spread: float
-    """± of `value`, 95 %; 1 if there is too little data."""
 
 
 def training(loaders: Sequence[Loader]) -> int | None:
@@ -129,14 +117,15 @@ def steady(steps: Sequence[TimedStep], loader: Loader) -> list[TimedStep]:
     return found
 
 
-def wait_share(steps: Sequence[TimedStep]) -> TimeShare:
+def wait_share(steps: Sequence[TimedStep]) -> tuple[float, float]:
+    """The share, and its ± at 95 %; 1 if there is too little data."""
     if len(steps) < LEAST_STEPS:
-        return TimeShare(_share(steps), 1.0)
+        return _share(steps), 1.0
     # Block jackknife, because neighbouring steps are correlated.
     edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
     without = [_share([*steps[:low], *steps[high:]]) for low, high in itertools.pairwise(edges)]
     error = statistics.stdev(without) * (BLOCKS - 1) / math.sqrt(BLOCKS)
-    return TimeShare(_share(steps), 2.26 * error)  # Student's t of 9 degrees of freedom
+    return _share(steps), 2.26 * error  # Student's t of 9 degrees of freedom
 
 
 def _share(steps: Sequence[TimedStep]) -> float:
@@ -151,15 +140,4 @@ def enough(steps: Sequence[TimedStep], loader: Loader, wanted: int | None) -> bo
     long = sum(step.whole for step in found) > LONG_S
     if len(found) < max(STEPS, 3 * loader.num_workers):
         return len(found) >= LEAST_STEPS and long
-    return long or len(found) >= MOST_STEPS or wait_share(found).spread <= SURE
-
-
-def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:
-    """Typical seconds from the start of an epoch to its first batch; None if unknown."""
-    found = [
-        take.got - take.asked + loader.starts[take.epoch]
-        for take in takes
-        if take.loader == of and take.number == 0 and take.epoch < len(loader.starts)
-    ]
-    # A persistent loader starts processes only once.
-    return statistics.median(found[1:] or found) if found else None
+    return long or len(found) >= MOST_STEPS or wait_share(found)[1] <= SURE

@@ -27,32 +27,14 @@ from typing import Any
 
 import stoker
 from stoker.hosts.machine import cpus
-from stoker_launcher.advise.check.fetching import (
-    Fetching,
-    WorkerStart,
-    first_length,
-    observe_next_fetcher,
-)
+from stoker_launcher.advise.check.fetching import Fetching, WorkerStart, observe_next_fetcher
 from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 
 RESULT = "result.json"
-LAUNCHED = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-"""Variables of torchrun, for one process."""
-OBSERVED, OPTIMIZERS = "torch.utils.data.dataloader", "torch.optim.optimizer"
 SIZED = 20
 UNTRAINED_S = 30.0
 """Without optimizer steps, a loader counts as the training loader after this time."""
 LOOK_S = 0.2
-
-
-class Enough(BaseException):
-    """Ends the script; a BaseException, so that `except Exception` does not catch it."""
 
 
 class GpuClock:
@@ -94,7 +76,6 @@ class Watch:
         self.clock: GpuClock | None = None
         self.since_step: dict[int, int] = {}
         """Thread that took batches of each loader since the last optimizer step."""
-        self.over = False
         self.next_look = time.monotonic()
         self.process = os.getpid()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -104,14 +85,19 @@ class Watch:
         self._lock = threading.RLock()
         self._thread = threading.local()
 
-    def observe(self, module: Any) -> None:
-        watch, original = self, module.DataLoader.__iter__
+    def observe(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.utils.data import DataLoader
+
+        register_optimizer_step_post_hook(self.stepped)
+        watch, original = self, DataLoader.__iter__
 
         @functools.wraps(original)
         def iterate(loader: Any) -> Any:
             if watch.nested():
                 return original(loader)
-            number, started = watch.number(loader), time.monotonic()
+            number = watch.number(loader)
+            watch.loaders[number].epochs += 1
             # Before workers start, which need it.
             if getattr(loader, "num_workers", 0):
                 with contextlib.suppress(AttributeError):  # of a subclass that has it as a property
@@ -121,10 +107,9 @@ class Watch:
                 iterator = original(loader)
             finally:
                 restore()
-            watch.loaders[number].starts.append(time.monotonic() - started)
             return Observed(iterator, watch, number)
 
-        module.DataLoader.__iter__ = iterate
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign]
 
     def nested(self) -> bool:
         """Whether this is a loader within a dataset, here or in a forked worker."""
@@ -139,7 +124,7 @@ class Watch:
                 if key not in self._same:
                     number = self._same[key] = len(self.loaders)
                     self._datasets.append(dataset)
-                    self.loaders.append(describe_loader(loader, dataset, places))
+                    self.loaders.append(describe_loader(loader, places))
                     file = self.folder / f"fetch-{number}-{os.getpid()}.json"
                     self.fetchings.append(Fetching(file, number, own_clock))
                 self._numbers[loader] = self._same[key]
@@ -163,25 +148,20 @@ class Watch:
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
         torch: Any = sys.modules["torch"]
         loader = self.loaders[number]
-        epoch = max(len(loader.starts) - 1, 0)
         with self._lock:
             last = next((t for t in reversed(self.takes) if t.loader == number), None)
-            place = last.number + 1 if last and last.epoch == epoch else 0
-            self.takes.append(Take(number, epoch, place, asked, got, ended))
+            place = last.number + 1 if last and last.epoch == loader.epochs else 0
+            self.takes.append(Take(number, loader.epochs, place, asked, got, ended))
             if ended:
                 return
             loader.batches += 1
             if torch.is_grad_enabled():
                 self.since_step[number] = threading.get_ident()
 
-    def observe_steps(self, module: Any) -> None:
-        module.register_optimizer_step_post_hook(self.stepped)
-
     def stepped(self, *_: Any) -> None:
         """Batches since the last step belong to this one; several optimizers, as in a GAN, count once."""
         for number, thread in self.since_step.items():
-            self.loaders[number].trained += 1
-            self.loaders[number].in_thread |= thread != threading.get_ident()
+            self.loaders[number].trained += thread == threading.get_ident()
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
@@ -198,18 +178,12 @@ class Watch:
         return self.clock.mark() if self.clock else time.monotonic()
 
     def look(self) -> None:
-        if self.over:  # the script has swallowed the exception
-            os._exit(0)
         began = time.monotonic()
         if began < self.next_look:
             return
-        seen = self.seen_enough()
+        if self.seen_enough():
+            self.end("enough")
         self.next_look = began + max(LOOK_S, 50 * (time.monotonic() - began))
-        if seen:
-            self.finish("enough")
-            if threading.current_thread() is not threading.main_thread():
-                os._exit(0)  # an exception would end this thread only
-            raise Enough
 
     def seen_enough(self) -> bool:
         of = training(self.loaders)
@@ -231,12 +205,17 @@ class Watch:
             take.asked, take.got = asked, got
         return self.takes
 
+    def end(self, how: str) -> None:
+        """End the script at once: it could catch an exception, and the launcher ends its workers."""
+        if os.getpid() == self.process:  # not a forked worker, which has this handler of SIGINT
+            self.finish(how)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(0)
+
     def finish(self, how: str, said: str = "") -> None:
-        if self.over:
-            return
-        self.over = True
         for own in self.fetchings:
-            if own.sums:
+            if own.batches > 0:
                 own.write()
         found = {
             "ended": how,
@@ -268,22 +247,13 @@ class Observed:
         return getattr(self._iterator, name)
 
 
-def describe_loader(loader: Any, dataset: Any, places: list[str]) -> Loader:
-    length = None
-    # Calling len() makes torch warn if an IterableDataset yields more.
-    if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
-        with contextlib.suppress(Exception):  # a user's __len__ may raise
-            length = len(loader)
-    own = {name: getattr(loader, name, None) for name in ("num_workers", "prefetch_factor")}
-    workers, prefetch = (int(value or 0) for value in own.values())
+def describe_loader(loader: Any, places: list[str]) -> Loader:
     return Loader(
         place=places[0] if places else "?",
-        dataset=type(dataset).__name__,
+        dataset=type(getattr(loader, "dataset", None)).__name__,
         batch_size=getattr(loader, "batch_size", None),
-        num_workers=workers,
-        prefetch=prefetch,
-        persistent=bool(getattr(loader, "persistent_workers", False)),
-        length=length,
+        num_workers=int(getattr(loader, "num_workers", 0) or 0),
+        prefetch=int(getattr(loader, "prefetch_factor", 0) or 0),
         ours=any(kind.__module__.startswith("stoker.") for kind in type(loader).__mro__),
     )
 
@@ -309,6 +279,16 @@ def own_clock() -> float:
     return time.process_time() if torch.cuda.is_initialized() else time.thread_time()
 
 
+def first_length(data: Any) -> int | None:
+    if hasattr(data, "shape"):
+        return int(data.shape[0]) if len(data.shape) else None
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        return next((n for n in map(first_length, data[:8]) if n is not None), None)
+    return None
+
+
 def bytes_of(data: Any) -> int:
     if hasattr(data, "nbytes"):
         return int(data.nbytes)
@@ -319,12 +299,14 @@ def bytes_of(data: Any) -> int:
     return sum(map(bytes_of, data)) if isinstance(data, list | tuple) else 0
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self.name, self.then = name, then
+class AfterTorch(importlib.abc.MetaPathFinder):
+    """Calls a function once `torch` is imported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -333,61 +315,40 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                self.then(module)
+                self.then()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def without_torchrun(said: str) -> str:
-    """What to do about an error that names a variable of torchrun which is not set."""
-    if all(name in os.environ or name not in said for name in LAUNCHED):
-        return ""
-    values = " ".join(f"{name}={value}" for name, value in LAUNCHED.items())
-    return f"; for a script of torchrun, run: {values} stoker check …"
-
-
 def main(folder: str, steps: str, script: str, *arguments: str) -> int:
-    """Run the script; returns its exit code, 0 if it was ended after enough steps."""
-    # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Run the script; returns its exit code, and does not return after enough steps."""
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))
-    sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
-    sys.meta_path.insert(0, AfterImport(OPTIMIZERS, watch.observe_steps))
+    # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
+    signal.signal(signal.SIGINT, lambda *_: watch.end("interrupted"))
+    sys.meta_path.insert(0, AfterTorch(watch.observe))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     code = 0
     try:
         runpy.run_path(script, run_name="__main__")
         watch.finish("finished")
-    except Enough:
-        pass
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
         watch.finish("failed" if code else "finished", f"exit code {code}" if code else "")
-    except KeyboardInterrupt:
-        watch.finish("interrupted")
-        code = 130
     except BaseException as error:
-        if watch.over:
-            return 0  # The script turned `Enough` into another exception.
         # Print the traceback as Python does, without our frames.
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != script:
             frames = frames.tb_next
         traceback.print_exception(type(error), error, frames)
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
-        watch.finish("failed", said + without_torchrun(said))
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        watch.finish("failed", said.rstrip(": "))
         code = 1
     return code
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code == 130:
-        os._exit(code)  # The launcher ends the script's threads and workers.
-    sys.exit(code)
+    sys.exit(main(*sys.argv[1:]))
