@@ -98,24 +98,6 @@ def test_sigterm_ends_all_processes_of_the_short_run(tmp_path: Path) -> None:
     assert time.monotonic() - asked < 30, "10 s on a free machine; a step takes 60 s"
 
 
-def test_sigterm_ends_peek_within_a_record(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("name: slow\nrecipe: slow:Slow\n")
-    (tmp_path / "slow.py").write_text(
-        "import pathlib, time\nfrom rows import Counting\n\n\ndef slowly(record):\n"
-        f"    pathlib.Path({str(tmp_path / 'began')!r}).touch()\n    time.sleep(600)\n\n\n"
-        "class Slow(Counting):\n    def preprocess(self, split):\n        return [slowly]\n"
-    )
-    (tmp_path / "rows.py").write_text((ROOT / "tests/recipes/rows.py").read_text())
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "peek", "job.yaml"]
-    process = subprocess.Popen(command, cwd=tmp_path)
-    until(lambda: (tmp_path / "began").exists() or process.poll() is not None, 120)
-    assert process.poll() is None
-    below = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    assert process.wait(10) in (143, -15)
-    assert psutil.wait_procs(below, timeout=10)[1] == []
-
-
 @pytest.mark.soak
 def test_a_dataset_of_ray_data_is_said_not_to_be_counted(tmp_path: Path) -> None:
     """A run starts and trains: one of a minute."""

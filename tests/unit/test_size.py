@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,6 @@ POST = Measured(
     cpu_s=0.105,
     bytes_per_sample=150_528,
     gpu_samples_per_s={"A10G": 78.0},
-    stages=[
-        {"stage": "read", "cpu_ms_per_sample": 1.0},
-        {"stage": "blur", "cpu_ms_per_sample": 104},
-    ],
     samples=1_000_000,
 )
 """Ten torchvision blurs at about 0.1 s per image, and a ViT whose GPU trains 2.05 times what 4 vCPUs feed
@@ -52,7 +47,6 @@ def test_the_published_job_gains_by_cpu_hosts_and_smaller_ones_are_the_better_bu
     assert best is not None and best.cpu_hosts and best.cpu_type != "ml.c5.4xlarge"
     assert best.samples_per_s == theirs.samples_per_s == 78
     assert best.usd_per_million_samples < 0.82 * theirs.usd_per_million_samples
-    assert alone.low == pytest.approx(alone.samples_per_s / 1.1), "each figure says how sure it is"
     assert alone.usd == pytest.approx(alone.usd_per_million_samples)
     assert advice.notes[0].startswith("estimated, prices of 2026-11")
     half = advise(POST, replace(ITS_HOSTS, speed=0.5), price_list())
@@ -61,30 +55,33 @@ def test_the_published_job_gains_by_cpu_hosts_and_smaller_ones_are_the_better_bu
 
 
 @pytest.mark.parametrize(
-    ("change", "hosts", "first", "last"),
+    ("change", "hosts", "said"),
     [
-        ({}, {}, ": 55 % less than 1 × ml.g5.xlarge alone and 2.9 times", "blur takes 99 % of"),
-        ({"cpu_s": 0.0035}, {}, "no CPU hosts: limited by the GPU; the best with them, 1 × ", ""),
-        ({"cpu_s": 0.098}, {}, "a bigger GPU host instead of CPU hosts; the best with them, ", ""),
-        ({}, {"max_cpu_hosts": 0}, "no CPU hosts were considered; limited by the CPUs", ""),
-        ({"gpu_samples_per_s": {}}, {}, "no recommendation: how fast a GPU trains this model", ""),
-        ({}, {"configured": ("ml.g5.xlarge", None, 0)}, "", "blur takes"),
+        (
+            {},
+            {},
+            ": 55 % less than 1 × ml.g5.xlarge alone and 2.9 times as fast; then limited by the",
+        ),
+        (
+            {"cpu_s": 0.0035},
+            {},
+            "no CPU hosts: limited by the GPU; 1 × ml.g5.xlarge + 1 × ml.c5.xlarge",
+        ),
+        ({}, {"max_cpu_hosts": 0}, "no CPU hosts were considered; limited by the CPUs"),
+        ({"gpu_samples_per_s": {}}, {}, "no recommendation: how fast a GPU trains this model"),
     ],
 )
 def test_what_the_recommendation_says(
-    change: dict[str, Any], hosts: dict[str, Any], first: str, last: str
+    change: dict[str, Any], hosts: dict[str, Any], said: str
 ) -> None:
     advice = advise(replace(POST, **change), replace(ITS_HOSTS, **hosts), price_list())
-    assert first in advice.lines[0] and last in advice.lines[-1]
-    told = [line for line in advice.lines if line.startswith("configured now")]
-    known = advice.best is not None and hosts.get("max_cpu_hosts") != 0
-    assert len(told) == known and (not told or "% more expensive per sample" in told[0])
+    assert said in advice.lines[0]
     assert (advice.best is None) == (not advice.table)
 
 
 @pytest.mark.parametrize(
     ("times", "said"),
-    [(1.005, "as cheap as"), (0.8, "20 % less than"), (1.2, "costs 20 % more per sample")],
+    [(1.005, "as much as"), (0.8, "20 % less than"), (1.2, "costs 20 % more than")],
 )
 def test_a_cost_that_is_alike_is_not_called_less_or_more(times: float, said: str) -> None:
     """With a CPU host, a sample costs so many times what it costs without."""
@@ -97,11 +94,6 @@ def test_a_cost_that_is_alike_is_not_called_less_or_more(times: float, said: str
     own = dict.fromkeys(known.prices, 100.0) | {"ml.g5.xlarge": price}
     own["ml.c5.xlarge"] = price * gain * times - price
     assert said in advise(measured, hosts, replace(known, prices=own)).lines[0]
-
-
-def test_a_rate_that_may_be_off_by_all_of_itself_still_has_two_ends() -> None:
-    advice = advise(replace(POST, gpu_spread=3.0), ITS_HOSTS, price_list())
-    assert all(0 < one.low < one.samples_per_s < one.high < math.inf for one in advice.table)
 
 
 JOB = """\
@@ -169,7 +161,7 @@ def run(job: Path) -> tuple[Path, Summary]:
     return job.parent / "run", read_summary(job.parent / "run" / "summary.json")
 
 
-def test_notes_name_a_failed_run_a_cache_and_a_dataset_of_ray_data(
+def test_notes_name_a_failed_run_and_a_dataset_of_ray_data(
     job: Path, run: tuple[Path, Summary]
 ) -> None:
     folder, summary = run
@@ -178,15 +170,13 @@ def test_notes_name_a_failed_run_a_cache_and_a_dataset_of_ray_data(
         summary.write(folder)
         return "; ".join(figures(job)["notes"])
 
-    assert not any(text in notes() for text in ("the run failed", "data.cache", "Dataset"))
+    assert not any(text in notes() for text in ("the run failed", "Dataset"))
     summary.status, summary.error = "failed", "disk full"
-    summary.cache = {"kind": "memory", "hosts": []}
     plan = {"event": "attempt", "workers": 1, "start": {"plan": {"fingerprint": "MapDataset"}}}
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(plan) + "\n")
     told = notes()
     assert "the run failed: disk full" in told and "the ray.data.Dataset's own operators" in told
-    assert "data.cache: the chain's cost is the mean of the run's" in told
     summary.status, summary.error = "running", None
     (folder / PROCESS_FILE).write_text("1")  # whose lock nobody holds
     assert "the run failed: it ended without a result" in notes(), "it was killed"
@@ -297,28 +287,6 @@ def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
         summary.write(short)
         shown = size(job, "--from", str(short))
         assert "too short to judge (4 steps; at least 10 are needed)" in str(shown.exception)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "words", "samples"),
-    [
-        ("ml.g5.xlarge", ["train.epochs=5", "train.workers=2"], 240),
-        ("ml.g5.xlarge", ["train.epochs=1", "train.max_steps=1000"], 1000),
-        ("ml.g5.xlarge", ["train.epochs=5"], 120),
-        ("ml.g5.12xlarge", ["train.epochs=5"], 480),
-    ],
-    ids=["two workers", "whole epochs", "one GPU, one batch per step", "four GPUs"],
-)
-def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take(
-    job: Path, run: tuple[Path, Summary], gpu: str, words: list[str], samples: int
-) -> None:
-    folder, summary = run
-    books = {"split": "train", "epoch": 0, "read": 1001, "quarantined": 1, "trained": 1000}
-    summary.records.epochs = [books]
-    summary.write(folder)
-    limits = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3"]
-    best = figures(job, "--gpu", gpu, *limits, *words)["recommended"]
-    assert round(best["hours"] * 3600 * best["samples_per_s"]) == samples
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,14 @@ from stoker.config.loading import Resolved, load
 from stoker.config.schema import CheckpointConfig, Config, TrackingConfig
 from stoker.errors import UsageError, nearest
 from stoker.events import kinds, prices
-from stoker.events.bottleneck import MIN_STEPS
+from stoker.events.bottleneck import MIN_STEPS, waiting
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
-from stoker.figures import count_of, dollars, duration, table
+from stoker.figures import dollars, duration, table
 from stoker.hosts.topology import has_gpu
 from stoker_launcher.advise.advice import (
     MAX_CPU_HOSTS,
     PARTS,
-    RUN_SPREAD,
     Advice,
     Candidate,
     Measured,
@@ -84,11 +83,7 @@ class HostOptions:
         for flag, types, with_gpu in (("--gpu", self.gpu, True), ("--cpu", self.cpu, False)):
             for name in types:
                 if prices.machine(name) is None:
-                    families = sorted({known.rpartition(".")[0] for known in prices.MACHINES})
-                    hint = nearest(
-                        name, prices.MACHINES, f"known are sizes of {', '.join(families)}"
-                    )
-                    yield f"{flag} {name}: unknown instance type{hint}"
+                    yield f"{flag} {name}: unknown instance type{nearest(name, prices.MACHINES)}"
                 elif has_gpu(name) != with_gpu:
                     yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
         if self.max_cpu_hosts < 0:
@@ -272,10 +267,10 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float], here: bool =
         cpu_s=cpu_s,
         bytes_per_sample=speed.bytes_per_sample,
         gpu_samples_per_s=found,
-        gpu_spread=0.0 if rates else RUN_SPREAD,
         stages=list(summary.chain),
         notes=[source, *([note] if note else []), *_caveats(file, summary)],
-        **job_samples(config, round(each) or None),
+        # Where steps end the job, its samples depend on the number of GPUs.
+        samples=None if config.train.max_steps else round(each) * config.train.epochs or None,
     )
 
 
@@ -290,12 +285,6 @@ def _caveats(file: Path, summary: Summary) -> Iterator[str]:
             "without the ray.data.Dataset's own operators, whose CPU time no run measures: more CPUs are"
             " needed"
         )
-    if summary.cache or any(stage["stage"] == "keep" for stage in summary.chain):
-        epochs = count_of(max(summary.epochs, 1), "epoch")
-        yield (
-            f"data.cache: the chain's cost is the mean of the run's {epochs}, of which the first fills the"
-            " cache; a job of more epochs needs less CPU time per sample"
-        )
 
 
 def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
@@ -304,10 +293,7 @@ def rate_of_run(summary: Summary, here: bool) -> tuple[dict[str, float], str]:
     gpus = min(gpus, summary.train_workers or gpus)
     if not gpus:
         return {}, ""
-    terms = summary.speed.step_terms_ms
-    total = sum(terms.values())
-    waits = 1 - terms.get("compute", 0.0) / total if total else summary.speed.input_wait_pct / 100
-    rate = summary.speed.steady_samples_per_s / max(1 - waits, 0.02) / gpus
+    rate = summary.speed.steady_samples_per_s / max(1 - waiting(summary), 0.02) / gpus
     if here:
         import torch
 
@@ -332,16 +318,6 @@ def gpu_of(instance_type: str) -> str | None:
     return known.gpu_name if known else table_name(accelerator.replace("_", " "))
 
 
-def job_samples(config: Config, records: int | None) -> dict[str, int | None]:
-    train = config.train
-    whole = records and records * train.epochs
-    # By default, each GPU has a train worker, and each of them a batch.
-    most = train.max_steps and train.max_steps * train.batch_size * train.accumulate_steps
-    if most and train.workers:
-        return {"samples": min(whole or most * train.workers, most * train.workers)}
-    return {"samples": whole, "most_per_gpu": most}
-
-
 def show(advice: Advice) -> None:
     if rows := advice.table:
         print("hosts for this job, cheapest per sample first")
@@ -353,22 +329,18 @@ def show(advice: Advice) -> None:
 
 def _cells(one: Candidate, advice: Advice) -> list[str]:
     mark = "▶" if one == advice.best else "now" if advice.is_configured(one) else ""
-    spread = max(one.high - one.samples_per_s, one.samples_per_s - one.low) / one.samples_per_s
-    rate = f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %"
     cost = [dollars(one.usd_per_hour), dollars(one.usd_per_million_samples)]
     if one.hours is not None and one.usd is not None:
         cost += [duration(3600 * one.hours), dollars(one.usd)]
-    return [mark, one.hosts, rate, PARTS[one.binds], *cost]
+    return [mark, one.hosts, f"{one.samples_per_s:,.0f}", PARTS[one.binds], *cost]
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    measured = asdict(advice.measured)
     return {
-        "measured": measured,
+        "measured": asdict(advice.measured),
         "candidates": [asdict(one) for one in advice.table],
         "recommended": asdict(advice.best) if advice.best else None,
         "reasons": advice.lines,
         "notes": advice.notes,
-        "prices_as_of": advice.prices.as_of,
         "estimated": True,
     }
