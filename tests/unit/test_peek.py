@@ -83,7 +83,6 @@ def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) 
             assert np.ptp(image[60, inside].astype(int)) > 60
             assert np.ptp(image[60, outside].astype(int)) < 10
     assert "1 boxes" in page
-    assert "</i>class 1</span>" in page, "the mask's class stands in the legend"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) 
         ("null", 2, ["column 'note' is NULL in all 60 records", "60 × column 'note' is None"], []),
         ("shapes", 2, ["column 'image' differs in shape between records"], []),
         ("raises", 2, ["stage raises: RuntimeError: no such table"], []),
-        ("counts", 0, ["stage Counting gives another result when the same records run again"], []),
+        ("counts", 0, ["the chain gives another result when the same records run again"], []),
         ("drawn", 0, [], ["another result"]),
     ],
 )
@@ -142,12 +141,6 @@ def test_a_stage_that_fails_on_some_records_says_on_which_and_why(tmp_path: Path
     assert result.exit_code == 2, "all records were examined, and a run would fail"
     within, _ = peek(tmp_path, "-n", "12", "data.bad_record_budget=0.3", chain="broken")
     assert within.exit_code == 0
-
-
-def test_failing_records_are_shown_even_if_they_come_late(tmp_path: Path) -> None:
-    _, page = peek(tmp_path, "-n", "6", chain="broken")
-    assert (page.count('class="tile'), page.count('class="tile bad"')) == (6, 4)
-    assert len(pictures(page)) == 6, "as of the last stage that they passed"
 
 
 def test_images_in_class_folders_are_captioned_with_their_class_and_named_by_their_path(

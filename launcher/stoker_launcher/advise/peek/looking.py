@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import io
 import statistics
 import time
@@ -33,12 +32,12 @@ from stoker.protocol import (
     KEY_COLUMN,
     RECORD_COLUMN,
     BadRecord,
-    BlockReport,
     PassPlan,
     Record,
     Work,
 )
 from stoker.read.sources import Source
+from stoker.serve.blocks.folder import digest_of
 from stoker.serve.opening import Data, refuse_absent_pads
 from stoker.serve.shards import order_of, seeded_reading
 
@@ -46,11 +45,8 @@ SHARDS = 4
 """Number of shards to sample, because the first records of a sorted dataset are all alike."""
 GROUP = 32
 MOST_RECORDS = 512
-FAILED_SHOWN = 4
-"""So many failing records are on the contact sheet, if there are, wherever they were found."""
 SECONDS = 1.5
 """Start no further group after this time, once all records to show are read."""
-MOST_DISTINCT = 200
 COMPARED = 4
 """So many records run twice, to see whether the chain gives the same again."""
 
@@ -67,8 +63,6 @@ class ColumnStatistics:
     """Least and largest finite number of each value."""
     nans: int = 0
     """Number of values that contain NaN or infinity."""
-    distinct: set[bytes] = field(default_factory=set)
-    """Digests, at most `MOST_DISTINCT`."""
 
     def take(self, value: Any) -> None:
         import numpy as np
@@ -88,8 +82,6 @@ class ColumnStatistics:
             self.nans += array.dtype.kind == "f" and finite.size < array.size
             if finite.size:
                 self.numbers.append((float(finite.min()), float(finite.max())))
-        if len(self.distinct) < MOST_DISTINCT and value is not None:
-            self.distinct.add(digest_of(value))
 
     def shape_text(self) -> str:
         """`32×32×3`, or the smallest and the largest of several."""
@@ -101,27 +93,16 @@ class ColumnStatistics:
         return low if low == high else f"{low} … {high}"
 
     def range_text(self) -> str:
-        """Minimum and maximum of numbers; distinct count of other values."""
+        """Minimum and maximum of numbers."""
         texts = [f"{self.nans} with NaN/inf"] if self.nans else []
         if self.numbers:
             low, high = min(low for low, _ in self.numbers), max(high for _, high in self.numbers)
             texts.insert(0, f"{low:.4g} … {high:.4g}" if low < high else f"{low:.4g}")
-        elif not self.nans and len(self.distinct) < MOST_DISTINCT:
-            texts.append(f"{len(self.distinct)} different")
         return ", ".join(texts)
 
 
 def times(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "number"
-
-
-def digest_of(value: Any) -> bytes:
-    array = as_array(value)
-    if array is None or array.dtype == object:
-        content = repr(value).encode()
-    else:
-        content = f"{array.dtype} {array.shape}".encode() + array.tobytes()
-    return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def as_array(value: Any) -> Any:
@@ -164,7 +145,6 @@ class Sample:
     key: str
     read: Record = field(default_factory=dict)
     made: Record | None = None
-    so_far: Record | None = None
     reason: str = ""
 
 
@@ -177,11 +157,8 @@ class Inspection:
     bad: dict[str, str] = field(default_factory=dict)
     refused: str = ""
     """Why a run with this data would be rejected or fail."""
-    unstable: str = ""
-    """The first stage that gave another result when the same records ran again."""
-    ms: float | None = None
-    """Time to read and preprocess a record, as a chain worker does."""
-    bytes_per_record: float = 0.0
+    unstable: bool = False
+    """Whether the chain gave another result when the same records ran again."""
     images: str = ""
     """What DecodeImage leaves out of them."""
     examined: int = 0
@@ -194,11 +171,6 @@ class Watched:
     stage: Stage
     point: ChainPoint
     bad: dict[str, str]
-    last: dict[str, Record]
-    """Key → the record as of the last stage that it passed."""
-    digests: dict[str, bytes] = field(default_factory=dict)
-    """Of the first results by key; the last one counts: a first record that creates a generator is made
-    again."""
 
     def __call__(self, *given: Any) -> Any:
         began = time.perf_counter()
@@ -209,13 +181,9 @@ class Watched:
                 self.bad[given[0]["key"]] = f"{self.stage.name}: {where_raised(error)}"
             raise
         took = 1000 * (time.perf_counter() - began)
-        key = str(given[0].get("key"))
-        if len(self.digests) < COMPARED or key in self.digests:
-            self.digests[key] = b"".join(digest_of(out[name]) for name in sorted(out))
         if self.stage.per == "record":
             self.point.ms.append(took)
             self.point.take(out)
-            self.last[given[0]["key"]] = dict(out)
         elif isinstance(out, dict) and out:
             rows = min(map(len, out.values()))
             self.point.ms.append(took / max(rows, 1))
@@ -233,12 +201,12 @@ def look(data: Data, split: str, config: Config, count: int) -> Inspection:
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
-    watched = [Watched(stage, ChainPoint(stage.name), seen.bad, {}) for stage in chain.stages]
+    watched = [Watched(stage, ChainPoint(stage.name), seen.bad) for stage in chain.stages]
     seen.points += [watch.point for watch in watched]
     chain = chain.of([replace(watch.stage, apply=watch) for watch in watched])
     chain.with_keys = True
     records = sampled(source, config, split, max(1, min(count, GROUP) // SHARDS))
-    ends, failed, reports = time.monotonic() + SECONDS, list[Sample](), list[BlockReport]()
+    ends = time.monotonic() + SECONDS
     while seen.examined < count or (time.monotonic() < ends and seen.examined < MOST_RECORDS):
         began = time.perf_counter()
         group = list(islice(records, GROUP))
@@ -249,41 +217,25 @@ def look(data: Data, split: str, config: Config, count: int) -> Inspection:
             seen.unstable = _unstable(data.chains[split], group[:COMPARED])
         taken = [_take(record, seen) for record in group]
         shown = max(count - seen.examined, 0)
-        rows, report = _rows(chain, group, seen)
-        reports.append(report)
+        rows = _rows(chain, group, seen)
         seen.examined += len(group)
         for sample in taken:
-            passed = [watch.last[sample.key] for watch in watched if sample.key in watch.last]
-            sample.made, sample.so_far = rows.get(sample.key), passed[-1] if passed else None
-        for watch in watched:
-            watch.last.clear()
+            sample.made = rows.get(sample.key)
         seen.samples += taken[:shown]
-        more = [sample for sample in taken[shown:] if sample.key in seen.bad]
-        failed += more[: FAILED_SHOWN - len(failed)]
     if not seen.examined:
         raise UsageError(f"peek: the {split} split has no records")
-    _show_failed(seen, failed)
     seen.images = _left_out([sample.read for sample in seen.samples], data.chains[split].stages)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
-    if rows_out := sum(report.rows for report in reports):
-        seen.ms = sum(point.ms_per_record or 0.0 for point in seen.points)
-        seen.bytes_per_record = sum(report.bytes_out for report in reports) / rows_out
     return seen
 
 
-def _unstable(chain: Chain, records: list[Any]) -> str:
-    """The first stage that gives another result when the same records run again; empty: none does."""
-    watched = [Watched(stage, ChainPoint(stage.name), {}, {}) for stage in chain.stages]
+def _unstable(chain: Chain, records: list[Any]) -> bool:
     # One chain for both runs, since it knows in which state the generators of its stages were sent.
-    noted = chain.of([replace(watch.stage, apply=watch) for watch in watched])
-    runs, began = list[list[dict[str, bytes]]](), time.monotonic()
-    while len(runs) < 2 and time.monotonic() - began < SECONDS:
-        with contextlib.suppress(ChainError, UsageError):  # shown where all records run
-            noted.run(copy.deepcopy(records), 0)
-        runs.append([dict(watch.digests) for watch in watched])
-    pairs = zip(watched, runs[0], runs[-1], strict=True)
-    return next((watch.stage.name for watch, first, last in pairs if first != last), "")
+    own, digests = chain.of(chain.stages), set[int]()
+    with contextlib.suppress(ChainError, UsageError):  # shown where all records run
+        digests = {digest_of(own.run(copy.deepcopy(records), 0)[0]) for _ in range(2)}
+    return len(digests) > 1
 
 
 def _left_out(records: list[Record], stages: list[Stage]) -> str:
@@ -301,15 +253,6 @@ def _left_out(records: list[Record], stages: list[Stage]) -> str:
     lines = [f"{pages} of {count} hold several pictures or pages; the first is used"] * bool(pages)
     lines += [f"{deep} of {count} have more than 8 bits per channel; decoding keeps 8"] * bool(deep)
     return "; ".join(lines)
-
-
-def _show_failed(seen: Inspection, failed: list[Sample]) -> None:
-    """Let records that failed later take the places of the last ones that did not."""
-    fine = [number for number, sample in enumerate(seen.samples) if sample.key not in seen.bad]
-    lacking = FAILED_SHOWN - (len(seen.samples) - len(fine))
-    places = fine[-min(lacking, len(failed)) :] if lacking > 0 and failed else []
-    for place, sample in zip(places, failed, strict=False):
-        seen.samples[place] = sample
 
 
 def sampled(
@@ -343,25 +286,23 @@ def _take(record: Record | BadRecord, seen: Inspection) -> Sample:
     return Sample(record["key"], copy.deepcopy(record))
 
 
-def _rows(
-    chain: Chain, group: list[Any], seen: Inspection
-) -> tuple[dict[str, Record], BlockReport]:
-    """Key → output of the chain, and the report; notes quarantined records, and what would end a run."""
+def _rows(chain: Chain, group: list[Any], seen: Inspection) -> dict[str, Record]:
+    """Key → output of the chain; notes quarantined records, and what would end a run."""
     try:
         columns, report = chain.run(iter(group), 0)
     except (ChainError, UsageError) as error:
         seen.refused = seen.refused or str(error)
-        return {}, BlockReport()
+        return {}
     for bad in report.bad:
         seen.bad.setdefault(bad.key, bad.reason)
     keys = [str(key) for key in columns.get(KEY_COLUMN, ())]
     if not chain.collate or not columns:
-        return {key: row_of(columns, number) for number, key in enumerate(keys)}, report
+        return {key: row_of(columns, number) for number, key in enumerate(keys)}
     made = [
         {name.removesuffix(HWC_SUFFIX): value for name, value in row.items() if name != "key"}
         for row in records_of(columns[RECORD_COLUMN])
     ]
-    return dict(zip(keys, made, strict=True)), report
+    return dict(zip(keys, made, strict=True))
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import colorsys
 import io
-import wave
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image
 from stoker.chain.entries import declared_by
 from stoker.chain.joint import Boxes
 from stoker.errors import UsageError
+from stoker.events.report import write_page
 from stoker.protocol import Record
 from stoker.recipe import Recipe, class_names_of
 from stoker.serve.opening import Data
@@ -24,9 +24,8 @@ from stoker_launcher.advise.peek.looking import as_array, times
 from stoker_launcher.advise.peek.problems import LABELS
 
 SIDE, SMALL_SIDE = 192, 96
-MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
-LEAST_SOUND = 64
-TEMPLATES, PAGE = "stoker_launcher.advise.peek", "peek.html"
+MOST_TEXT, MOST_NUMBERS = 400, 12
+PAGE = "peek.html"
 
 
 @dataclass
@@ -36,73 +35,50 @@ class Tile:
     label: str = ""
     images: list[tuple[str, str]] = field(default_factory=list)
     """(column, base64 of a PNG)."""
-    waves: list[tuple[str, str]] = field(default_factory=list)
-    """(column and length, points of an SVG polyline within 160 × 40)."""
     texts: list[tuple[str, str]] = field(default_factory=list)
     before: str = ""
     """The image as read: base64 of a PNG."""
     loss: str = ""
 
 
-IGNORED = 255
+BACKGROUND, IGNORED = 0, 255
+"""Classes of a mask that are not drawn."""
 
 
-class Painter:
-    def __init__(self, names: Sequence[str], side: int) -> None:
-        self.names, self.side = names, side
-        self.drawn: set[int] = set()
-        self.background = not names or names[0].strip("_").lower() in ("background", "bg")
-        """Whether class 0 of a mask is what lies between the others, and left as it is."""
+def png(pixels: Any, side: int = SIDE, masks: Iterable[Any] = (), boxes: Iterable[Any] = ()) -> str:
+    """Base64 of a picture, `side` pixels long, with masks and boxes (left, top, right, bottom) over it."""
+    picture = Image.fromarray(pixels).convert("RGB")
+    factor = side / max(picture.size)
+    size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+    how = Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS
+    picture = picture.resize(size, how)
+    if masks or boxes:
+        picture = _drawn_over(picture, masks, [part * factor for part in boxes])
+    file = io.BytesIO()
+    picture.quantize(256).save(file, "PNG")  # few colours, so that the page is small
+    return base64.b64encode(file.getvalue()).decode()
 
-    def png(self, pixels: Any, masks: Iterable[Any] = (), boxes: Iterable[Any] = ()) -> str:
-        """Base64 of a picture, `side` pixels long, with masks and boxes (left, top, right, bottom) over it."""
-        picture = Image.fromarray(pixels).convert("RGB")
-        factor = self.side / max(picture.size)
-        size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
-        how = Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS
-        picture = picture.resize(size, how)
-        if masks or boxes:
-            picture = self._drawn_over(picture, masks, [part * factor for part in boxes])
-        file = io.BytesIO()
-        picture.quantize(256).save(file, "PNG")  # few colours, so that the page is small
-        return base64.b64encode(file.getvalue()).decode()
 
-    def legend(self) -> list[dict[str, str]]:
-        return [
-            {
-                "name": str(self.names[kind]) if 0 <= kind < len(self.names) else f"class {kind}",
-                "color": "#{:02x}{:02x}{:02x}".format(*color(kind)),
-            }
-            for kind in sorted(self.drawn)
-        ]
+def _drawn_over(picture: Image.Image, masks: Iterable[Any], boxes: Iterable[Any]) -> Image.Image:
+    import torch
+    from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-    def _drawn_over(
-        self, picture: Image.Image, masks: Iterable[Any], boxes: Iterable[Any]
-    ) -> Image.Image:
-        import torch
-        from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-        from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
-
-        image = pil_to_tensor(picture)
-        for mask in masks:
-            kinds = [
-                kind
-                for kind in np.unique(mask).tolist()
-                if 0 < kind < IGNORED or (kind == 0 and not self.background)
-            ]
-            self.drawn.update(kinds)
-            numbers = Image.fromarray(mask.astype(np.int32))
-            shown = np.asarray(numbers.resize(picture.size, Image.Resampling.NEAREST))
-            if kinds:
-                planes = torch.from_numpy(np.stack([shown == kind for kind in kinds]))
-                image = draw_segmentation_masks(image, planes, 0.5, [*map(color, kinds)])
-        for part in boxes:
-            part = part.clamp(-1e6, 1e6)
-            part = part[(part[:, 2:] > part[:, :2]).all(1)]
-            if len(part):
-                image = draw_bounding_boxes(image, part, colors=color(0), width=2)
-        drawn: Image.Image = to_pil_image(image)
-        return drawn
+    image = pil_to_tensor(picture)
+    for mask in masks:
+        kinds = [kind for kind in np.unique(mask).tolist() if BACKGROUND < kind < IGNORED]
+        numbers = Image.fromarray(mask.astype(np.int32))
+        shown = np.asarray(numbers.resize(picture.size, Image.Resampling.NEAREST))
+        if kinds:
+            planes = torch.from_numpy(np.stack([shown == kind for kind in kinds]))
+            image = draw_segmentation_masks(image, planes, 0.5, [*map(color, kinds)])
+    for part in boxes:
+        part = part.clamp(-1e6, 1e6)
+        part = part[(part[:, 2:] > part[:, :2]).all(1)]
+        if len(part):
+            image = draw_bounding_boxes(image, part, colors=color(0), width=2)
+    drawn: Image.Image = to_pil_image(image)
+    return drawn
 
 
 def color(kind: int) -> tuple[int, int, int]:
@@ -121,7 +97,6 @@ class Sheet:
         }
         """The columns that a chain declares as boxes, with their formats."""
         self.label_classes = class_names_of(recipe, data.sources["train"].classes())
-        self.painter = Painter(recipe.class_names, SIDE)
 
     def tile(self, key: str, record: Record, reason: str = "", read: Record | None = None) -> Tile:
         values = {name: value for name, value in record.items() if name != "key"}
@@ -136,7 +111,7 @@ class Sheet:
         before = next(
             (p for v in (read or {}).values() if (p := shown_pixels(v)) is not None), None
         )
-        tile.before = Painter((), SMALL_SIDE).png(before) if before is not None else ""
+        tile.before = png(before, SMALL_SIDE) if before is not None else ""
         return tile
 
     def _label(self, values: dict[str, Any]) -> str:
@@ -162,7 +137,7 @@ class Sheet:
         }
         boxes = {n: a for n, a in known.items() if n in self.boxes and a.shape[1:] == (4,)}
         drawn = [corners(array, self.boxes[n]) for n, array in boxes.items()]
-        tile.images.append((name, self.painter.png(pixels, masks.values(), drawn)))
+        tile.images.append((name, png(pixels, SIDE, masks.values(), drawn)))
         tile.texts += [(n, f"{len(array)} boxes") for n, array in boxes.items()]
         return [*masks, *boxes]
 
@@ -202,8 +177,6 @@ def _as_uint8(array: Any) -> Any:
 
 
 def _decoded(content: bytes) -> Any:
-    if content[:4] == b"RIFF" and content[8:12] != b"WEBP":
-        return None
     try:
         image = Image.open(io.BytesIO(content))
         image.draft("RGB", (2 * SIDE, 2 * SIDE))
@@ -214,7 +187,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _other(tile: Tile, name: str, value: Any) -> None:
-    array = _wav(value) if isinstance(value, bytes) else as_array(value)
+    array = as_array(value)
     kind, dims = (array.dtype.kind, array.ndim) if array is not None else ("", -1)
     if isinstance(value, str):
         tile.texts.append((f"{name}, {len(value)} characters", value[:MOST_TEXT]))
@@ -222,43 +195,16 @@ def _other(tile: Tile, name: str, value: Any) -> None:
         tile.texts.append(
             (name, f"{len(value)} bytes" if isinstance(value, bytes) else repr(value)[:MOST_TEXT])
         )
-    elif isinstance(value, bytes):
-        tile.waves.append((f"{name}, {len(array)} samples", points(array)))
-    elif kind == "f" and dims == 1 and len(array) >= LEAST_SOUND:
-        tile.waves.append((f"{name}, {len(array)} values", points(array)))
     elif dims == 2 and kind in "iuf" and min(array.shape) >= 8:
         # Time from left to right, as in a spectrogram.
         grey = np.repeat(_as_uint8(array.T[::-1, :, None]), 3, axis=2)
-        tile.images.append((f"{name}, {times(array.shape)}", Painter((), SIDE).png(grey)))
+        tile.images.append((f"{name}, {times(array.shape)}", png(grey)))
     elif dims == 0:
         tile.texts.append((name, f"{array.item():g}" if kind in "iuf" else str(array.item())))
     else:
         numbers = ", ".join(f"{v:.4g}" for v in array.reshape(-1)[:MOST_NUMBERS].tolist())
         more = ", …" if array.size > MOST_NUMBERS else ""
         tile.texts.append((f"{name}, {times(array.shape)}", numbers + more))
-
-
-def _wav(content: bytes) -> Any:
-    try:
-        with wave.open(io.BytesIO(content)) as file:
-            kind = {1: "u1", 2: "<i2", 4: "<i4"}[file.getsampwidth()]
-            return np.frombuffer(file.readframes(file.getnframes()), kind)[:: file.getnchannels()]
-    except Exception:
-        return None
-
-
-def points(sound: Any) -> str:
-    """Outline of a sound: minimum and maximum per slice, as SVG points."""
-    sound = np.nan_to_num(np.asarray(sound, dtype=np.float64))
-    parts = np.array_split(sound, min(MOST_POINTS, len(sound)))
-    top = max(float(np.abs(sound).max(initial=0)), 1e-12)
-    ends = [(part.min(), part.max()) for part in parts if len(part)]
-    step = 160 / max(len(ends) - 1, 1)
-    return " ".join(
-        f"{i * step:.1f},{20 - 19 * float(v) / top:.1f}"
-        for i, pair in enumerate(ends)
-        for v in pair
-    )
 
 
 def page_at(out: Path | None) -> Path:
@@ -269,3 +215,25 @@ def page_at(out: Path | None) -> Path:
     if not target.parent.is_dir():
         raise UsageError(f"--out {target}: {target.parent} does not exist")
     return target
+
+
+def write_sheet(
+    target: Path,
+    tiles: list[Tile],
+    title: str,
+    heading: str,
+    lines: list[str],
+    problems: Sequence[Any] = (),
+    stages: Sequence[Any] = (),
+) -> None:
+    write_page(
+        target,
+        "stoker_launcher.advise.peek",
+        PAGE,
+        title=title,
+        lines=lines,
+        problems=problems,
+        heading=heading,
+        tiles=tiles,
+        stages=stages,
+    )

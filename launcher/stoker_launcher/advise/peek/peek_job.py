@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.config.loading import Resolved, load
 from stoker.errors import UsageError
-from stoker.figures import count_of, size, table
+from stoker.figures import count_of, table
 from stoker_launcher.job import open_job
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
         raise UsageError("peek: needs a recipe; a script reads its own data")
-    from stoker.events.report import write_page
     from stoker.recipe import SOURCE_FOLDER, load_recipe
     from stoker_launcher.advise.peek.looking import look
-    from stoker_launcher.advise.peek.page import PAGE, TEMPLATES, Sheet, page_at
+    from stoker_launcher.advise.peek.page import Sheet, page_at, write_sheet
     from stoker_launcher.advise.peek.problems import problems_of
 
     target = page_at(options.out)
@@ -87,36 +86,23 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     seen = look(data, options.split, opened, options.n)
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
     sheet = Sheet(data, options.split, recipe)
-    tiles = []
-    for sample in seen.samples:
-        after = sample.made or sample.so_far
-        tiles.append(
-            sheet.tile(
-                sample.key, after or sample.read, sample.reason, sample.read if after else None
-            )
-        )
+    tiles = [
+        sheet.tile(one.key, one.made or one.read, one.reason, one.read if one.made else None)
+        for one in seen.samples
+    ]
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
     failed = f", {len(seen.bad)} failed" if seen.bad else ""
     lines = [
         f"{opened.name}: {' + '.join(counts)} records from {seen.source}",
         f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}",
     ]
-    if seen.ms is not None:
-        lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
     stages = stage_rows(seen.points)
     problems = problems_of(seen, opened, data)
-    write_page(
-        target,
-        TEMPLATES,
-        PAGE,
-        title=f"{opened.name}: {options.split}",
-        lines=lines,
-        problems=problems,
-        heading=f"{count_of(len(tiles), 'record')} after the chain",
-        tiles=tiles,
-        legend=sheet.painter.legend(),
-        stages=stages,
+    title, heading = (
+        f"{opened.name}: {options.split}",
+        f"{count_of(len(tiles), 'record')} after the chain",
     )
+    write_sheet(target, tiles, title, heading, lines, problems, stages)
     show(lines, stages, problems)
     print(f"written: {target} ({time.monotonic() - began:.1f} s)")
     return 2 if any(problem.level == "error" for problem in problems) else 0

@@ -6,6 +6,7 @@ preprocessed again, with the run's own code.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import sys
@@ -13,28 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from stoker.chain.collating import all_of, collated, seed_of
 from stoker.checkpoints.format import load_checkpoint, load_meta
 from stoker.config.loading import load
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.events import kinds
-from stoker.events.report import write_page
 from stoker.figures import count_of, table
 from stoker.protocol import BlockReport, BlockSlice, DataCursor, Work
 from stoker.read.sources import item_name
-from stoker.recipe import SOURCE_FOLDER, Batch, Recipe, classification_loss, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Batch, Recipe, load_recipe
 from stoker.recipe import code_digest as digest_of
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.cursor import about, ids_of_rows, refuse_other_data
 from stoker.serve.opening import Data, discover, open_data
 from stoker.serve.passes import Passes
-from stoker.serve.shards import DatasetSource, Guard, LoadedSplit, blocks_of
+from stoker.serve.shards import Guard, LoadedSplit, blocks_of
 from stoker.storage.checkpoint_store import open_store, step_of, verify
 from stoker_launcher.advise.peek.looking import row_of
-from stoker_launcher.advise.peek.page import PAGE, TEMPLATES, Sheet, page_at
+from stoker_launcher.advise.peek.page import Sheet, page_at, write_sheet
 from stoker_launcher.places import attach
 
 SHOWN = 20
@@ -103,20 +101,10 @@ def peek_run(
         loss = "–" if line.loss is None else f"{line.loss:.4g}"
         tile.loss = "" if line.loss is None else f"loss {loss}"
         rows.append((str(line.rank), line.key, tile.label, loss))
-    records = count_of(len(lines), "record")
-    heads = [f"step {number}, epoch {step.epoch + 1}, {records}", *step.notes]
-    write_page(
-        target,
-        TEMPLATES,
-        PAGE,
-        title=f"{run_dir.name}: step {number}",
-        lines=heads,
-        problems=[],
-        stages=[],
-        tiles=tiles,
-        legend=step.sheet.painter.legend(),
-        heading="Records of the step",
-    )
+    heads = [f"step {number}, epoch {step.epoch + 1}, {count_of(len(lines), 'record')}"]
+    heads += step.notes
+    title = f"{run_dir.name}: step {number}"
+    write_sheet(target, tiles, title, "Records of the step", heads)
     columns = ("rank", "record", "label", "loss")
     print("\n".join([*heads, table(columns, rows[:SHOWN], left=("record",))]))
     if len(lines) > SHOWN:
@@ -136,7 +124,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
     config = discover(resolved)
     data = open_data(config)
     own = {word.partition("=")[0].removeprefix("params.") for word in overrides}
-    refuse_others(attempt, config, data, own, code if code.is_dir() else SOURCE_FOLDER)
+    refuse_others(attempt, config, own, code if code.is_dir() else SOURCE_FOLDER)
     parts = Rebuild(config, data, attempt, attempt.epochs[step]).parts(step)
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     values, note = losses_of(run_dir, config, recipe, step, parts)
@@ -154,15 +142,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> RebuiltStep:
 def history(run_dir: Path) -> list[LoggedAttempt]:
     found = list[LoggedAttempt]()
     known = (kinds.AttemptStarted, kinds.RowsGiven, kinds.RecordQuarantined, *TRAINED)
-    for record in kinds.json_lines(run_dir / "events.jsonl", known):
-        try:
-            event = kinds.event_of(record)
-        except ValidationError as error:  # without it, another batch might be shown
-            kind, first = record.get("event"), error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(
-                f"{run_dir}: events.jsonl: an event `{kind}` cannot be read: {where}: {first['msg']}"
-            ) from None
+    for event in kinds.read_events(run_dir / "events.jsonl", known):
         match event:
             case kinds.AttemptStarted():
                 found.append(LoggedAttempt(event.record()))
@@ -197,14 +177,8 @@ def find(attempts: list[LoggedAttempt], step: int, unlogged: int) -> LoggedAttem
     return (sure or maybe)[-1]
 
 
-def refuse_others(
-    attempt: LoggedAttempt, config: Config, data: Data, own: set[str], code: Path
-) -> None:
+def refuse_others(attempt: LoggedAttempt, config: Config, own: set[str], code: Path) -> None:
     """`own`: parameters from the command line, which may name another location of the same data."""
-    if isinstance(data.sources["train"], DatasetSource):
-        raise UsageError(
-            "--step: the recipe reads a ray.data.Dataset, whose rows cannot be rebuilt"
-        )
     before = attempt.about
     start = DataCursor.model_validate(before["start"])
     now = about(start, int(before["workers"]), config)["params"]
@@ -243,34 +217,31 @@ class Rebuild:
         for more in start.quarantined.values():
             bad |= more
         self.guard = Guard(bad, None)
-        self._blocks: dict[tuple[int, int], tuple[dict[str, Any], BlockReport]] = {}
+        self.block = functools.cache(self._block)
 
     def parts(self, step: int) -> list[RankBatch]:
         given = sorted(self.attempt.given[step].items())
         return [self._part(rank, slices) for (_, rank), slices in given]
 
     def _block(self, number: int, nth: int, ids: int) -> tuple[dict[str, Any], BlockReport]:
-        if (number, nth) not in self._blocks:
-            made, what = None, f"block {nth} of shard {number}"
-            if number < len(self.shards):
-                work = Work(number, self.shards[number], nth, False)
-                made = next(blocks_of(self.loaded, self.plan, work, self.guard), None)
-            if made is None:
-                raise UsageError(f"--step: {what} is no longer in the data")
-            columns, report = made
-            if ids_of_rows(report) != ids:
-                bad = [f"{bad.key} fails ({bad.reason})" for bad in report.bad]
-                now = f"; now {', '.join(bad)}" if bad else ""
-                raise UsageError(f"--step: {what} has different records than in the run{now}")
-            self._blocks[number, nth] = columns, report
-        return self._blocks[number, nth]
+        made, what = None, f"block {nth} of shard {number}"
+        if number < len(self.shards):
+            work = Work(number, self.shards[number], nth, False)
+            made = next(blocks_of(self.loaded, self.plan, work, self.guard), None)
+        if made is None:
+            raise UsageError(f"--step: {what} is no longer in the data")
+        if ids_of_rows(made[1]) != ids:
+            bad = [f"{bad.key} fails ({bad.reason})" for bad in made[1].bad]
+            now = f"; now {', '.join(bad)}" if bad else ""
+            raise UsageError(f"--step: {what} has different records than in the run{now}")
+        return made
 
     def _part(self, rank: int, slices: list[int]) -> RankBatch:
         """Assemble a batch as the transport does."""
         from stoker.train.feed import as_tensors  # imports PyTorch
 
         each = [slices[at : at + 5] for at in range(0, len(slices), 5)]
-        made = [(*self._block(*block), start, stop) for *block, start, stop in each]
+        made = [(*self.block(*block), start, stop) for *block, start, stop in each]
         if collate := self.loaded.chain.collate:
             records, ids, keys = all_of((columns, start, stop) for columns, _, start, stop in made)
             seed = seed_of(self.config.seed, "train", self.epoch, ids)
@@ -320,19 +291,13 @@ def losses(
     model = recipe.model()
     model.load_state_dict(weights)
     model.eval()
-    module, smoothing = recipe.on_device("train"), config.train.label_smoothing
-
-    def loss(record: Batch) -> float:
-        if smoothing:
-            return float(classification_loss(model, record, smoothing))
-        return float(loss_value(recipe.training_step(model, record)))
-
-    found = []
+    module, found = recipe.on_device("train"), []
     with torch.no_grad():
         for part in parts:
             batch = module(part.batch) if module is not None else part.batch
-            rows = range(count_records(part.batch))
-            found.append(
-                [loss({n: values[row : row + 1] for n, values in batch.items()}) for row in rows]
-            )
+            each = [
+                {name: values[row : row + 1] for name, values in batch.items()}
+                for row in range(count_records(part.batch))
+            ]
+            found.append([float(loss_value(recipe.training_step(model, row))) for row in each])
     return found

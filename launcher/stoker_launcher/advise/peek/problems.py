@@ -38,7 +38,7 @@ def problems_of(look: Inspection, config: Config, data: Data) -> list[Problem]:
     if look.images:
         lines.append(f"images: {look.images}")
     if look.unstable:
-        lines.append(f"stage {look.unstable} gives another result when the same records run again")
+        lines.append("the chain gives another result when the same records run again")
     lines += data.notes()
     if "val" not in data.totals:
         lines.append("no val split: a run would not validate")
