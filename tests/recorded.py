@@ -9,18 +9,10 @@ from typing import Any
 from stoker.config.loading import load, resolved_yaml
 from stoker.events.kinds import StepLogged, event_of
 from stoker.events.recorder import Recorder
-from stoker.events.summary import Cluster, Host, Summary
+from stoker.events.summary import Host, Summary
 from stoker.train.device import StepTimes
 
-MODES = (
-    "val/acc1",
-    "val/auroc",
-    "val/accuracy",
-    "val/confusion",
-    "val/rates",
-    "val/holes",
-    "val/acc",
-)
+KNOWN = ("acc1", "auroc", "accuracy", "confusion", "rates", "holes", "acc")
 """Metrics of which more is better."""
 
 
@@ -43,105 +35,56 @@ def record(
     (folder / "config.yaml").write_text(resolved_yaml(load(job, ["train.lr=0.1"])))
     kinds = ["gpu", *["cpu"] * (hosts - 1)] if gpu else ["cpu"] * hosts
     summary = Summary(name="flowers", place="rehearsal", status="running", train_workers=1)
-    summary.metrics.modes = dict.fromkeys(MODES, "max")
-    summary.cluster = Cluster(
-        hosts=[
-            Host(
-                host=f"algo-{i + 1}",
-                group=kind,
-                cpus=4,
-                gpus=float(kind == "gpu"),
-                ip=f"10.77.0.{i + 2}",
-            )
-            for i, kind in enumerate(kinds)
-        ]
-    )
+    summary.metrics.modes = {f"val/{name}": "max" for name in KNOWN}
+    for i, kind in enumerate(kinds, 1):
+        about = {"group": kind, "cpus": 4, "gpus": float(kind == "gpu"), "ip": f"10.77.0.{i + 1}"}
+        summary.cluster.hosts.append(Host(host=f"algo-{i}", **about))
     recorder = Recorder(folder, summary, 0.0)
-    recorder.on_event(event_of({"time": 0.0, "event": "phase", "phase": "cluster formed"}))
-    recorder.on_event(event_of({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"}))
+
+    def tell(event: str, time: float, **values: Any) -> None:
+        recorder.on_event(event_of({"event": event, "time": time, **values}))
+
+    tell("phase", 0.0, phase="cluster formed")
+    tell("train_worker", 0.1, rank=0, node="algo-1")
     per_epoch = per_epoch or max(1, steps // epochs)
     # Of a step of 0.1 s, as the train worker's own clock accounts for it.
-    shares = {
-        "wait_production": 0.74,
-        "wait_transfer": 0.16,
-        "wait_collate": 0.05,
-        "host_to_device": 0.05,
-    }
-    parts = [*(0.1 * wait * share for share in shares.values()), 0.1 * (1 - wait)]
+    shares = (0.74, 0.16, 0.05, 0.05)  # production, transfer, collate, host to device
+    parts = [*(0.1 * wait * share for share in shares), 0.1 * (1 - wait)]
     times = StepTimes()
     for step in range(1, steps + 1):
         epoch, inside = divmod(step - 1, per_epoch)
         times = times if inside else StepTimes()
         times.add(parts)
-        elapsed = 0.1 * (inside + 1)
-        figures = {"epoch_samples": 64 * (inside + 1), "elapsed_s": elapsed, "wait_s": times.wait_s}
+        elapsed, samples, now = 0.1 * (inside + 1), 64 * (inside + 1), 10 + 0.1 * step
+        figures = {"epoch_samples": samples, "elapsed_s": elapsed, "wait_s": times.wait_s}
         figures |= {"terms_ms": times.since_told(), "batches": inside + 1}
         loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
-        now = 10 + 0.1 * step
         recorder.on_event(
             StepLogged(time=now, epoch=epoch, step=step, loss=loss, lr=0.1, **figures)
         )
         if step % 20 == 0:
             use = {f"algo-{i + 1}": 30.0 + 10 * (i % 7) for i in range(hosts)}
-            recorder.on_event(event_of({"time": now, "event": "host_cpu", "hosts": use}))
+            tell("host_cpu", now, hosts=use)
         if step % per_epoch == 0:
             times.fetch_s, times.fetch_cpu_s = 0.5 * elapsed, 0.1 * elapsed
-            done: dict[str, Any] = {"samples": figures["epoch_samples"], "elapsed_s": elapsed}
-            done |= {"steps": per_epoch, "step_ms": list(times.step_ms), "times": times.figures()}
-            recorder.on_event(
-                event_of({"time": now, "event": "pass", "split": "train", "epoch": epoch, **done})
-            )
-            metrics = {
-                "train/loss": 1 / (epoch + 1),
-                "val/loss": 1.2 / (epoch + 1),
-                "val/acc1": 1 - 0.5 / (epoch + 1),
-            }
-            recorder.on_event(
-                event_of(
-                    {
-                        "time": now,
-                        "event": "epoch",
-                        "epoch": epoch,
-                        "step": step,
-                        "metrics": metrics,
-                    }
-                )
-            )
-            recorder.on_event(
-                event_of(
-                    {
-                        "time": now,
-                        "event": "checkpoint",
-                        "epoch": epoch,
-                        "step": step,
-                        "path": f"c/step-{step:08d}",
-                    }
-                )
-            )
+            done: dict[str, Any] = {"samples": samples, "elapsed_s": elapsed, "steps": per_epoch}
+            done |= {"step_ms": list(times.step_ms), "times": times.figures()}
+            tell("pass", now, split="train", epoch=epoch, **done)
+            good = 1 - 0.5 / (epoch + 1)
+            metrics = {"train/loss": 1 / (epoch + 1), "val/loss": 1.2 / (epoch + 1)}
+            tell("epoch", now, epoch=epoch, step=step, metrics={**metrics, "val/acc1": good})
+            tell("checkpoint", now, epoch=epoch, step=step, path=f"c/step-{step:08d}")
     for event in extra:
         recorder.on_event(event_of(event))
     summary.status = status
-    summary.cost = {
-        "usd": 1.25,
-        "usd_per_million_samples": 0.4,
-        "prices_as_of": "2026-11",
-        "estimated": True,
-    }
+    summary.cost = {"usd": 1.25, "usd_per_million_samples": 0.4, "prices_as_of": "2026-11"}
     summary.error = "the loss is NaN at step 12" if status == "failed" else None
-    stages = [
-        ("read", 0.2, 110_000),
-        ("DecodeImage", 1.1, 562_000),
-        ("RandomResizedCrop", 0.8, 150_000),
-    ]
+    stages = {"read": (0.2, 110_000), "DecodeImage": (1.1, 562_000), "Crop": (0.8, 150_000)}
     chain = [
-        {"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages
+        {"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size}
+        for name, (ms, size) in stages.items()
     ]
-    tasks = {"algo-2": 7}
-    recorder.figures = {
-        "bytes_per_sample": 150_528,
-        "chain": chain,
-        "tasks_by_node": tasks,
-        "open": [],
-    }
+    recorder.figures = {"bytes_per_sample": 150_528, "chain": chain, "open": []}
+    recorder.figures["tasks_by_node"] = {"algo-2": 7}
     recorder.close(summary)
     return folder

@@ -142,7 +142,7 @@ fine.py train.lr=3  →  train.lr: has no effect on a script
 binary.yaml  →  binary.yaml: cannot be read as text
 status  →  runs/latest: there is no run yet; start one
 logs  →  runs/latest: there is no run yet
-report  →  no such folder; is there no run yet?
+report  →  runs/latest: not a run directory
 status nowhere  →  nowhere: not a run directory, nor an id
 logs nowhere  →  nowhere: not a run directory
 stop nowhere  →  nowhere: not a run directory

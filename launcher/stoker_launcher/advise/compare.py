@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -48,17 +47,7 @@ def comparison(frame: pandas.DataFrame) -> Iterator[str]:
         (str(name), row["status"], *(cell(column, row[column]) for column in columns))
         for name, row in frame.iterrows()
     ]
-    results = table(("run", "status", *titles), rows, left=("run", "hosts"))
-    if max(map(len, results.splitlines())) <= shutil.get_terminal_size().columns:
-        yield results
-    else:  # a table that does not fit is unreadable
-        for name, status, *texts in rows:
-            yield f"{name} {status}"
-            yield from (
-                f"  {title} {text}"
-                for title, text in zip(titles, texts, strict=True)
-                if text != "–"
-            )
+    yield table(("run", "status", *titles), rows, left=("run", "hosts"))
     yield "metrics: best of each run; wait: share of the training time spent waiting for data" + (
         "; costs: estimated, per 1M samples at the steady rate" if costs else ""
     )

@@ -166,11 +166,8 @@ def _axes(
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
-def bars(
-    title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf
-) -> Markup:
-    known = [row.value for row in rows if row.value and row.value > 0]
-    end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
+def bars(title: str, description: str, rows: Sequence[Bar], unit: str) -> Markup:
+    end = max((row.value for row in rows if row.value and row.value > 0), default=1.0)
     step, body = 40, []
     for number, row in enumerate(rows):
         top = number * step
@@ -181,17 +178,11 @@ def bars(
             f'<text class="label{strong}" x="0" y="{top + 12}">{escape(row.name)}'
             f'<tspan class="note"> {escape(value + note)}</tspan></text>'
         )
-        if row.value is None:
-            body.append(f'<line class="absent" x1="0" x2="60" y1="{top + 25}" y2="{top + 25}"/>')
-            continue
-        wide = max((WIDTH - 16) * min(row.value, end) / end, 1.5)
+        wide = max((WIDTH - 16) * (row.value or 0.0) / end, 1.5)
         kind = "f1" if row.strong else "f6"
         body.append(
             f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>'
         )
-        if row.value > end * 1.001:
-            tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
-            body.append(f'<polyline class="cut" points="{tip}"/>')
     return svg(title, description, len(rows) * step, body)
 
 

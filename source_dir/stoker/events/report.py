@@ -157,6 +157,7 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
 Rows = list[list[str]]
 MOST_ROWS = 12
 SECONDS = "seconds since the start"
+ROUTINE = ("epoch", "checkpoint")
 MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 TERMS = {
     "compute": "compute",
@@ -225,12 +226,11 @@ def line_panel(
 
 
 def _events(run: RunData) -> list[Moment]:
-    marks = sorted([*run.marks, *run.epochs], key=lambda mark: mark.seconds)
-    if len(marks) > MOST_MARKS:  # keep failures, thin out routine events
-        routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
-        others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_OTHER_MARKS]
-        marks = others + routine[:: max(1, len(routine) // MOST_MARKS)]
-    return [(mark.seconds, mark.text) for mark in marks]
+    """Of routine events, a selection; of failures and changes, the first ones."""
+    routine = [mark for mark in run.marks if mark.kind in ROUTINE]
+    others = [mark for mark in run.marks if mark.kind not in ROUTINE]
+    shown = routine[:: max(1, len(routine) // MOST_MARKS)] + others[:MOST_OTHER_MARKS]
+    return [(mark.seconds, mark.text) for mark in shown]
 
 
 def loss(run: RunData) -> Panels:
@@ -243,8 +243,7 @@ def loss(run: RunData) -> Panels:
     last, (_, final) = [*lines][-1], [*lines.values()][-1][-1]
     first, end = (figure(run.loss[at][1]) for at in (0, -1))
     every = f": one in {run.steps_per_point} of all" if run.steps_per_point > 1 else ""
-    text = f"From {first} to {end} in {len(run.loss):,} logged steps{every}."
-    text = text if len(run.loss) > 1 else f"{first} in the only logged step."
+    text = f"From {first} to {end} in {count_of(len(run.loss), 'logged step')}{every}."
     text += f" {last.capitalize()} ends at {figure(final)}."
     yield line_panel("Loss", lines, text, "loss", height=220)
 
@@ -318,7 +317,7 @@ def limits(run: RunData) -> Panels:
         binds = part == summary.bottleneck and near(summary, value)
         bars.append(Bar(name, value or None, "limits the run" if binds else "", strong=binds))
     text, unit = "What each part could carry alone. CPUs that also train reach less.", "samples/s"
-    yield bar_panel("Throughput limits", text, bars, unit, ["part", unit], cut_at=4)
+    yield bar_panel("Throughput limits", text, bars, unit, ["part", unit])
 
 
 def chain(run: RunData) -> Panels:

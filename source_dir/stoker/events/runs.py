@@ -7,6 +7,7 @@ frame[["config/train.lr", "best/val/acc1", "samples_per_s", "usd"]]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -93,17 +94,8 @@ def run_row(run_dir: Path) -> dict[str, Any]:
 def figures_of(summary: Summary) -> dict[str, Any]:
     cost, speed = summary.cost or {}, summary.speed
     rate = speed.steady_samples_per_s or None
-    same = (
-        "status",
-        "place",
-        "started",
-        "train_workers",
-        "seconds",
-        "epochs",
-        "steps",
-        "bottleneck",
-    )
-    return {name: getattr(summary, name) for name in same} | {
+    same = ("status", "place", "started", "seconds", "epochs", "steps")
+    return {name: getattr(summary, name) for name in (*same, "train_workers", "bottleneck")} | {
         "hosts": shape_of(summary),
         "samples_per_s": rate,
         "input_wait_pct": speed.input_wait_pct if rate else None,
@@ -173,7 +165,7 @@ class RunData:
     """Name → (global step, value), at the end of each epoch or as a script logs it."""
     tables: dict[str, kinds.MetricTable] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
-    epochs: list[Mark] = field(default_factory=list)
+    """By their time."""
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     quarantined: int = 0
     config: str = ""
@@ -188,10 +180,7 @@ class RunData:
 def read_run(run_dir: Path) -> RunData:
     path = run_dir / "summary.json"
     if not path.is_file():
-        reason = (
-            "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
-        )
-        raise UsageError(f"{run_dir}: not a run directory ({reason})")
+        raise UsageError(f"{run_dir}: not a run directory (no summary.json in it)")
     summary = read_summary(path)
     summary.chain = [  # without CPU time, a stage is left out; unknown bytes are 0
         {
@@ -240,8 +229,7 @@ def _read_events(run: RunData) -> None:
         match event:
             case kinds.EpochEnded() | kinds.MetricsLogged():
                 if isinstance(event, kinds.EpochEnded):
-                    done = "done" if event.whole else "in part"
-                    run.epochs.append(Mark(at, "epoch", f"epoch {event.epoch + 1} {done}"))
+                    text = f"epoch {event.epoch + 1} {'done' if event.whole else 'in part'}"
                 for name, value in finite(event.metrics).items():
                     run.metrics.setdefault(name, []).append((event.step, value))
             case kinds.MetricTable():
@@ -263,6 +251,7 @@ def _read_events(run: RunData) -> None:
                 text = f"{verb} {event.reason}"
         if text:
             run.marks.append(Mark(at, event.event, text))
+    run.marks.sort(key=lambda mark: mark.seconds)
 
 
 def _read_config(run: RunData) -> None:
@@ -271,11 +260,8 @@ def _read_config(run: RunData) -> None:
     except OSError:
         return
     lines = text.splitlines()
-    for line in lines:
-        # The header names the origin of each value: `# "train.lr": "command line"`.
-        if line.startswith('# "'):
-            try:
-                run.origins.update(json.loads("{" + line[2:] + "}"))
-            except ValueError:
-                continue
+    # The header names the origin of each value: `# "train.lr": "command line"`.
+    header = ",".join(line[2:] for line in lines if line.startswith('# "'))
+    with contextlib.suppress(ValueError):
+        run.origins = json.loads("{" + header + "}")
     run.config = "\n".join(line for line in lines if not line.startswith("#"))
