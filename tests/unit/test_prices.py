@@ -125,20 +125,20 @@ class TestCostOfARun:
             assert known.label.endswith("on demand); spot usually costs less") == spot
 
     def test_what_scaled_hosts_took_covers_all_starts_or_is_left_out(self) -> None:
-        """Per hour: 1 for a scaled host, 1.5 on demand, 2 for the rest; an hour here, one before."""
-        each = {"usd_per_hour": 1, "rest_usd_per_hour": 2, "on_demand_usd_per_hour": 1.5, "max": 2}
+        """Per hour: 1 for a scaled host, 2 for the rest; an hour here, one before."""
+        each = {"usd_per_hour": 1, "rest_usd_per_hour": 2, "max": 2}
         summary, scaling = summary_of(*self.two), CpuHostsConfig.model_validate(each)
         summary.cluster.hosts[1].scaled = True
-        names = ("usd", "cpu_host_hours", "saved_by_spot_usd")
+        names = ("usd", "cpu_host_hours")
         first = run_cost(summary, prices.price_list(), scaling)
-        assert first and [first[name] for name in names] == [3, 1, 0.5]
+        assert first and [first[name] for name in names] == [3, 1]
         summary.seconds, summary.earlier_s, summary.earlier_cost = 3500 + 3600, 3600, first
         both = run_cost(summary, prices.price_list(), scaling)
-        assert both and [both[name] for name in names] == [6, 2, 1]
+        assert both and [both[name] for name in names] == [6, 2]
         for unknown in (None, {"usd": 3.0}):
             summary.earlier_cost = unknown
             cost = run_cost(summary, prices.price_list(), scaling)
-            assert cost and cost["usd"] == 6 and not {*names[1:]} & {*cost}
+            assert cost and cost["usd"] == 6 and "cpu_host_hours" not in cost
 
     def test_none_where_one_host_has_no_price(self) -> None:
         assert run_cost(summary_of(*self.two, ("cpu", None)), prices.price_list()) is None
@@ -154,9 +154,6 @@ class TestCostOfARun:
             "cost",
             "$2.22, $0.62 per 1M samples at the steady rate (estimated, prices of 2026-11 in us-east-1)",
         )
-        assert summary.cost is not None
-        spot = summary.model_copy(update={"cost": summary.cost | {"saved_by_spot_usd": 0.5}})
-        assert "$0.50 saved against on-demand CPU hosts" in cost_row(spot)[1]  # type: ignore[index]
         summary.place = "rehearsal"
         assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded import record
 
-from stoker.config.schema import Config
-from stoker.data import read_range
 from stoker.events import kinds
 from stoker.events.bottleneck import verdict
 from stoker.events.console import Console, report
@@ -18,8 +15,6 @@ from stoker.events.kinds import EpochEnded, HostCpu, PassEnded, Resumed, event_o
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
-from stoker.serve.actor import Coordinator
-from stoker.serve.passes import Passes
 
 STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64}
 STEP |= {"wait_s": 0.0, "loss": 1.0, "lr": 0.1}
@@ -279,39 +274,3 @@ def test_steps_within_a_pass_count_their_batches(tmp_path: Path) -> None:
     recorder.close(summary)
     found = summary.speed.step_terms_ms
     assert (found["wait_production"], found["compute"]) == (10.0, 40.0)
-
-
-def test_events_of_train_workers_have_the_time_of_the_head_which_takes_what_they_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("stoker.serve.service.Agents", lambda *_, **__: None)  # actors on hosts
-    config = Config.model_validate({"recipe": "r"})
-    passes = Passes(config, {"train": read_range(8)}, {})
-    service = {
-        "config": config,
-        "node": "head",
-        "budget_bytes": 0,
-        "most_waiting": 1,
-    }
-    coordinator = Coordinator(passes, {"train": 8}, passes.identity("f"), **service)
-    began = round(time.time(), 3)
-    coordinator.log(kinds.TrainWorkerStarted(rank=1, node="n", time=1.0))
-    coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))
-    for epoch, rank in ((2, 0), (2, 1), (3, 0)):
-        given = [[7, rank, 0, 0, 5, 0, 8]]
-        coordinator.event(kinds.RowsGiven(epoch=epoch, before=4, given=given))
-    assert coordinator.hosts.training == {1: "n"} and coordinator.published() == "c"
-    events = coordinator.drain()
-    assert all(event["time"] >= began for event in events)
-    assert [{name: event[name] for name in event if name != "time"} for event in events] == [
-        {"event": "train_worker", "rank": 1, "node": "n"},
-        {"event": "checkpoint", "path": "c", "epoch": 2, "step": 4},
-        {
-            "event": "given",
-            "epoch": 2,
-            "before": 4,
-            "given": [[7, 0, 0, 0, 5, 0, 8], [7, 1, 0, 0, 5, 0, 8]],
-        },
-        {"event": "given", "epoch": 3, "before": 4, "given": [[7, 0, 0, 0, 5, 0, 8]]},
-    ]
-    assert coordinator.drain() == []

@@ -271,9 +271,6 @@ class CpuHostsConfig(Section):
         "cpu_host", "custom Ray resource of which each CPU host's node type has 1", min_length=1
     )
     usd_per_hour: float | None = key(None, "price of a CPU host, $/h", ge=0)
-    on_demand_usd_per_hour: float | None = key(
-        None, "its on-demand price if it is a spot host, to report the saving", ge=0
-    )
     rest_usd_per_hour: float | None = key(
         None, "price of all other hosts of the cluster together, $/h", gt=0
     )

@@ -161,42 +161,38 @@ def run_cost(
     `usd` and what scaled CPU hosts took cover the whole run with all of its starts, the latter only if all
     of them counted it; `usd_per_million_samples` is what samples cost once training runs at its steady rate.
     """
-    hosts, more = summary.cluster.hosts, dict[str, float]()
+    hosts, scaled_hours = summary.cluster.hosts, dict[str, float]()
     began, hours = min((host.since for host in hosts), default=0.0), _hours(summary)
     as_of, region, spot = prices.as_of, prices.region, prices.spot
     if scaling is not None and scaling.max:  # CPU hosts that were there for a part of the run
         of_cpu_host, rest = scaling.usd_per_hour, scaling.rest_usd_per_hour
         if of_cpu_host is None or rest is None:
             return None
-        more["cpu_host_hours"] = sum(
-            _hours_of(host, summary, began) for host in hosts if host.scaled
-        )
-        here, at_start = rest * hours + of_cpu_host * more["cpu_host_hours"], rest
+        taken = sum(_hours_of(host, summary, began) for host in hosts if host.scaled)
+        if "cpu_host_hours" in (summary.earlier_cost or {}) or not summary.earlier_s:
+            scaled_hours["cpu_host_hours"] = taken
+        here, at_start = rest * hours + of_cpu_host * taken, rest
         by_type = {"CPU host": of_cpu_host, "rest": rest}
-        if (on_demand := scaling.on_demand_usd_per_hour) is not None:
-            more["saved_by_spot_usd"] = (on_demand - of_cpu_host) * more["cpu_host_hours"]
         as_of, region, spot = "cluster.cpu_hosts", "this cluster", False
     else:
-        known = {
-            n: prices.usd_per_hour(host.type, group=host.group) for n, host in enumerate(hosts)
-        }
-        each = {n: price for n, price in known.items() if price is not None}
-        if not each or len(each) != len(known):
+        each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
+        known = [price for price in each if price is not None]
+        if not known or len(known) < len(each):
             return None
-        here = sum(price * _hours_of(hosts[n], summary, began) for n, price in each.items())
-        at_start = sum(each.values())
-        by_type = {hosts[n].type or hosts[n].group: price for n, price in each.items()}
+        pairs = [*zip(hosts, known, strict=True)]
+        here = sum(price * _hours_of(host, summary, began) for host, price in pairs)
+        at_start = sum(known)
+        by_type = {host.type or host.group: price for host, price in pairs}
     per_hour = here / hours if hours else at_start
     rate, before = summary.speed.steady_samples_per_s, summary.earlier_cost or {}
     # Elsewhere, or before prices were known: as if on these hosts.
     before_usd = before.get("usd", per_hour * summary.earlier_s / 3600)
-    whole = {name: value for name, value in more.items() if name in before or not summary.earlier_s}
     return {
         "usd": round(here + before_usd, 4),
         "usd_per_hour": round(per_hour, 4),
         "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
         "usd_per_hour_by_type": by_type,
-        **{name: round(value + before.get(name, 0), 4) for name, value in whole.items()},
+        **{name: round(value + before.get(name, 0), 4) for name, value in scaled_hours.items()},
         "prices_as_of": as_of,
         "prices_region": region,
         "spot": spot,
@@ -227,8 +223,6 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
     parts = [f"${cost['usd']:.2f}"]
     if cost.get("usd_per_million_samples") is not None:
         parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate")
-    if cost.get("saved_by_spot_usd"):
-        parts.append(f"${cost['saved_by_spot_usd']:.2f} saved against on-demand CPU hosts")
     where = "; as if the rehearsed hosts were real" if summary.place == "rehearsal" else ""
     source = f"estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{spot_note(cost)}{where}"
     return "cost", f"{', '.join(parts)} ({source})"

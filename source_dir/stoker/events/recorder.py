@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import statistics
 import time
@@ -20,17 +19,10 @@ from stoker.events.prices import PriceList, run_cost
 from stoker.events.sinks import Sink
 from stoker.events.summary import STEP_TERMS, TRAINED, Summary, read_summary
 
-NOTABLE = (  # what the summary includes
-    kinds.Resumed,
-    kinds.StopRequested,
-    kinds.Stopped,
-    kinds.Note,
-    kinds.HostChanged,
-    kinds.CpuHostsRequested,
-    kinds.HostsClosing,
-    kinds.WorkRepeated,
-    kinds.TrainWorkerLost,
-    kinds.Recovered,
+NOTABLE: tuple[type[kinds.Event], ...] = (  # what the summary includes
+    *(kinds.Resumed, kinds.StopRequested, kinds.Stopped, kinds.Note, kinds.HostChanged),
+    *(kinds.CpuHostsRequested, kinds.HostsClosing, kinds.WorkRepeated),
+    *(kinds.TrainWorkerLost, kinds.Recovered),
 )
 
 Sums = defaultdict[str, float]
@@ -40,8 +32,7 @@ REFRESH_S, PAUSE = 2.0, 20
 """Least time between two writes of the summary, and in multiples of what one takes."""
 MOST_TIMES = 10_000
 """The median step is that of so many last ones."""
-MOST_LISTED = 100_000
-"""Lines of quarantine.jsonl that are remembered, in 10 MB; a record beyond them has one in each epoch."""
+LISTED = ("split", "key", "reason")
 
 
 class Recorder(Sink):
@@ -75,10 +66,9 @@ class Recorder(Sink):
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
         self.refreshed, self.pause_s = self.started, REFRESH_S
-        self.listed: set[bytes] = set()
-        """Digests of the lines of quarantine.jsonl, also of those of the starts before."""
-        for row in kinds.json_lines(run_dir / "quarantine.jsonl"):
-            self._is_listed(row)
+        rows = kinds.json_lines(run_dir / "quarantine.jsonl")
+        self.listed = {tuple(str(row.get(name)) for name in LISTED) for row in rows}
+        """A record has one line for each reason, over all epochs and starts."""
         self.figures: dict[str, Any] = {}  # the coordinator's, at the end
         self.totals: Sums = defaultdict(int)
         self.steady: Sums = defaultdict(int)
@@ -145,8 +135,9 @@ class Recorder(Sink):
                 # Those of a Ray script's trainer are known only once they report.
                 summary.train_workers = max(summary.train_workers, len(self.worker_nodes))
             case kinds.RecordQuarantined():
-                row = event.model_dump(include={"split", "epoch", "key", "reason"})
-                if not self._is_listed(row):
+                row = event.model_dump(include={*LISTED, "epoch"})
+                if (line := tuple(row[name] for name in LISTED)) not in self.listed:
+                    self.listed.add(line)
                     with (self.run_dir / "quarantine.jsonl").open("a") as file:
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")
             case kinds.StepLogged():
@@ -187,15 +178,6 @@ class Recorder(Sink):
                 self.told_step = self.pass_from = event.step
             case kinds.PassEnded(split="train"):
                 self._on_pass(event)
-
-    def _is_listed(self, row: dict[str, Any]) -> bool:
-        """Whether a record has a line with this reason already; from now on, it has."""
-        line = json.dumps([row.get(name) for name in ("split", "key", "reason")])
-        digest = hashlib.blake2b(line.encode(), digest_size=16).digest()
-        listed = digest in self.listed
-        if len(self.listed) < MOST_LISTED:
-            self.listed.add(digest)
-        return listed
 
     def _on_step(self, event: kinds.StepLogged) -> None:
         self.summary.steps, self.trained = event.step, True

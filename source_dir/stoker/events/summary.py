@@ -164,22 +164,11 @@ class Metrics(SummaryPart):
 
 
 MEASURED = (
-    "started",
-    "train_workers",
-    "cluster",
-    "startup",
-    "speed",
-    "chain",
-    "operators",
-    "chain_tasks_by_host",
-    "train_workers_by_host",
-    "bottleneck",
-    "host_cpu",
-    "host_gpus",
-    "cache",
+    *("started", "startup", "speed", "bottleneck", "chain", "operators", "cache", "cluster"),
+    *("train_workers", "chain_tasks_by_host", "train_workers_by_host", "host_cpu", "host_gpus"),
 )
 """Fields of a summary that describe how a start trained, and on which hosts."""
-SUMS_OF_COST = ("usd", "cpu_host_hours", "saved_by_spot_usd")
+SUMS_OF_COST = ("usd", "cpu_host_hours")
 TRAINED = ("steps", "epochs", "records", "metrics")
 """Fields that cover all starts of a run; a start that finds its checkpoint fills them in itself."""
 
