@@ -79,36 +79,24 @@ def torch(config: Config) -> Iterator[Finding]:
     """Whether torch and torchvision were built for each other, and can use the GPUs: by trying it."""
     if not {"torch", "torchvision"} <= requirements.image_pins().keys():
         return  # reported by `packages`
-    together = "install both in one command, from one index"
-    yield _tried("torch", USE_TORCHVISION, together)
-    if shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists():
-        drivers = "install a driver, and a build of torch for a CUDA version that it supports"
-        yield _tried("GPU", USE_GPUS, drivers)
-    else:
-        remedy = "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
-        yield Finding("note", "GPU", "none", remedy)
-
-
-def _tried(what: str, program: str, remedy: str) -> Finding:
-    """The last line that a program writes; a failure if it fails."""
-    command = [sys.executable, "-W", "ignore", "-c", program]
+    command = [sys.executable, "-W", "ignore", "-c", USE_TORCH]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["no answer"]
-    return finding_of(what, said[-1], remedy if done.returncode else "")
+    remedy = (
+        "install both in one command, from one index, for a CUDA version that the driver supports"
+    )
+    yield finding_of("torch", said[-1], remedy if done.returncode else "")
 
 
-USE_TORCHVISION = """
-import torch, torchvision
+USE_TORCH = """
+import os, shutil, torch, torchvision
 torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-print(torch.__version__, "with torchvision", torchvision.__version__)
-"""
-USE_GPUS = """
-import sys, torch
-if torch.version.cuda is None:
-    sys.exit("torch is built without CUDA")
-torch.zeros(1, device="cuda")
-names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-print(f"{torch.cuda.device_count()} × {', '.join(names)}, torch for CUDA {torch.version.cuda}")
+gpus = "no GPU: local jobs train on the CPU"
+if shutil.which("nvidia-smi") or os.path.exists("/dev/nvidiactl"):
+    torch.zeros(1, device="cuda")
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+    gpus = f"{torch.cuda.device_count()} × {', '.join(names)}, CUDA {torch.version.cuda}"
+print(f"{torch.__version__} with torchvision {torchvision.__version__}, {gpus}")
 """
 
 
