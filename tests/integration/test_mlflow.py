@@ -166,10 +166,8 @@ def test_a_job_whose_server_is_down_ends_well_and_names_what_is_missing(
     assert outcome.summary.status == "succeeded"
     log = (outcome.run_dir / "logs/console.log").read_text()
     (missing,) = [line for line in log.splitlines() if "lacks part of this run" in line]
-    assert re.search(
-        r": \d+ metric values from step \d+ on, the best values, the tags, the files, ", missing
-    )
-    assert str(outcome.run_dir) in missing and "the model" not in missing, "none is exported"
+    assert re.search(r": \d+ metric values, and the tags, files, ", missing)
+    assert str(outcome.run_dir) in missing
     assert "Traceback" not in log
 
 
@@ -267,5 +265,5 @@ def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(
         assert time.monotonic() - started < 100, "not the deadline of a request"
         (said,) = told
         assert said.startswith(
-            f"MLflow at {uri} lacks part of this run (not done within 2 s): 196 metric values from step 1 on"
+            f"MLflow at {uri} lacks part of this run (not done within 2 s): 196 metric values"
         )

@@ -64,18 +64,19 @@ class MlflowSink(Sink):
         # Shown and written, with secrets removed; the client gets `settings.uri`.
         self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
         self.tags = {**tags, **redact(settings.tags)}
-        stores = [open_store(str(run_dir)), *([kept] if kept is not None else [])]
-        self.told_id = {store: self._known_id(store) for store in stores}
-        self.run_id = next(filter(None, self.told_id.values()), None)
+        self.stores = [open_store(str(run_dir)), *([kept] if kept is not None else [])]
+        self.run_id = next(filter(None, map(self._known_id, self.stores)), None)
         self.model_version: str | None = None
+        self.model_sent = False
         self.client: Any = None
+        self.opened = False
         self.url: str | None = None
         self.rows: deque[MetricRow] = deque()
         """Not sent so far."""
         self.failing: str | None = None
         """The last error; None while the server accepts data."""
-        self.lacking = ["the best values", "the tags", "the model", "the files", "the final status"]
-        """What the end of the run sends and the server does not have; without the model if there is none."""
+        self.complete = False
+        """Whether the server has all that the end of the run sends: best values, tags, model, files, status."""
         self.scalars = Scalars()
         known = kinds.Resumed, kinds.RecordsCounted, kinds.EpochEnded, kinds.MetricsLogged
         for event in kinds.read_events(run_dir / "events.jsonl", known):
@@ -102,13 +103,10 @@ class MlflowSink(Sink):
         self._thread.join(limit)
         if self._thread.is_alive():
             self.failing = f"not done within {limit:.0f} s"
-        missing = [what for what in self.lacking if what != "the model" or self._exported(summary)]
-        with contextlib.suppress(IndexError):  # the thread may have sent the last row meanwhile
-            missing.insert(0, f"{len(self.rows)} metric values from step {self.rows[0][3]} on")
-        if missing:
+        if not self.complete:
             self.tell(
-                f"MLflow at {self.uri} lacks part of this run ({self.failing}): {', '.join(missing)};"
-                f" all of it is in {self.run_dir}"
+                f"MLflow at {self.uri} lacks part of this run ({self.failing}): {len(self.rows)} metric values,"
+                f" and the tags, files, model and status of its end; all of it is in {self.run_dir}"
             )
 
     def about(self) -> dict[str, Any]:
@@ -149,21 +147,7 @@ class MlflowSink(Sink):
         self._open()
         while self.rows:
             batch = [self.rows[n] for n in range(min(len(self.rows), METRICS_PER_BATCH))]
-            try:
-                self._log(batch)
-            except Exception as error:
-                code = getattr(error, "error_code", "")
-                if code == "RESOURCE_DOES_NOT_EXIST":  # the next attempt creates a new run
-                    step = batch[0][3]
-                    self.tell(
-                        f"MLflow no longer has run {self.run_id}; a new one begins at step {step}"
-                    )
-                    self.client = self.run_id = None
-                if code not in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
-                    raise
-                self.tell(
-                    f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300]
-                )
+            self._log(batch)
             for _ in batch:
                 self.rows.popleft()
 
@@ -172,7 +156,6 @@ class MlflowSink(Sink):
         self._send()
         best, now = summary.metrics.best, round(1000 * time.time())
         self._log([(f"best/{name}", value, now, summary.steps) for name, value in best.items()])
-        self._sent("the best values")
         tags = {
             "stoker.status": summary.status,
             "stoker.error": summary.error,
@@ -180,30 +163,22 @@ class MlflowSink(Sink):
             "stoker.train_workers": summary.train_workers or None,
         }
         self._set_tags({key: scrub(str(value)) for key, value in tags.items() if value is not None})
-        self._sent("the tags")
-        if (folder := self._exported(summary)) and "the model" in self.lacking:
-            if (folder / "model.pt2").is_file():
-                self.model_version = log_model(self.settings, str(self.run_id), folder)
+        exported = any(
+            e.get("format") == "torch_export" and not e.get("error") for e in summary.exports
+        )
+        if exported and self.model_dir and summary.status == "succeeded" and not self.model_sent:
+            if (self.model_dir / "model.pt2").is_file():
+                self.model_version = log_model(self.settings, str(self.run_id), self.model_dir)
             else:
                 self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
-        self._sent("the model")
+            self.model_sent = True
         summary.tracking |= self.about()
         summary.write(self.run_dir)
         for name in ARTIFACTS:
             if (self.run_dir / name).is_file():
                 self.client.log_artifact(self.run_id, str(self.run_dir / name))
-        self._sent("the files")
         self.client.set_terminated(self.run_id, STATUS.get(summary.status, "FINISHED"))
-        self._sent("the final status")
-
-    def _sent(self, what: str) -> None:
-        self.lacking = [other for other in self.lacking if other != what]
-
-    def _exported(self, summary: Summary) -> Path | None:
-        exported = any(
-            e.get("format") == "torch_export" and not e.get("error") for e in summary.exports
-        )
-        return self.model_dir if exported and summary.status == "succeeded" else None
+        self.complete = True
 
     def _known_id(self, store: CheckpointStore) -> str | None:
         """The run of an earlier start that wrote to this server and experiment."""
@@ -215,72 +190,70 @@ class MlflowSink(Sink):
             return None
 
     def _keep_id(self) -> None:
+        """Write the run's id where a restart looks for it; the checkpoints' folder comes with the first one."""
         content = {"uri": self.uri, "experiment": self.experiment, "run_id": self.run_id}
-        for store, told in self.told_id.items():
-            if told != self.run_id:
-                # The checkpoints' folder comes with the first of them.
-                with contextlib.suppress(OSError):
-                    store.write_note(STATE, json.dumps(content, indent=1))
-                    self.told_id[store] = self.run_id
+        for store in list(self.stores):
+            with contextlib.suppress(OSError):
+                store.write_note(STATE, json.dumps(content, indent=1))
+                self.stores.remove(store)
 
     def _open(self) -> None:
-        if self.client is None:
+        if not self.opened:
             from mlflow import MlflowClient
 
-            client = MlflowClient(tracking_uri=self.settings.uri)
-            if (run := self._known_run(client)) is None:
-                found = client.get_experiment_by_name(self.experiment)
-                number = found.experiment_id if found else client.create_experiment(self.experiment)
+            self.client = MlflowClient(tracking_uri=self.settings.uri)
+            if (run := self._known_run()) is None:
+                found = self.client.get_experiment_by_name(self.experiment)
+                number = found and found.experiment_id
+                number = number or self.client.create_experiment(self.experiment)
                 name = self.settings.run_name or self.run_dir.name
-                run = client.create_run(number, run_name=name, tags=self.tags)
+                run = self.client.create_run(number, run_name=name, tags=self.tags)
             self.run_id = run.info.run_id
             uri = (self.settings.uri or "").rstrip("/")
             if uri.startswith(("http://", "https://")):
                 self.url = f"{uri}/#/experiments/{run.info.experiment_id}/runs/{self.run_id}"
-            self._keep_id()
-            self._set_params(client, run.data.params)
-            self.client = client
+            self._set_params(run.data.params)
+            self.opened = True
         self._keep_id()
 
-    def _known_run(self, client: Any) -> Any:
+    def _known_run(self) -> Any:
         from mlflow.exceptions import MlflowException
 
         if self.run_id is None:
             return None
         try:
-            run = client.get_run(self.run_id)
+            run = self.client.get_run(self.run_id)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
         if run.info.lifecycle_stage != "active":
             return None
-        client.update_run(self.run_id, status="RUNNING")
-        self._set_tags(self.tags, client)
+        self.client.update_run(self.run_id, status="RUNNING")
+        self._set_tags(self.tags)
         return run
 
-    def _set_params(self, client: Any, known: dict[str, str]) -> None:
+    def _set_params(self, known: dict[str, str]) -> None:
         """MLflow cannot change existing parameters, so changed values become tags."""
         from mlflow.entities import Param
 
-        place = self.tags.get("stoker.place", "")
         texts = {
             NOT_ALLOWED.sub("_", key): str(value)[:LONGEST_PARAM]
             for key, value in flat_config(self.run_dir).items()
-            if not key.startswith(ELSEWHERE) or place in key
+            if not key.startswith(ELSEWHERE) or self.tags.get("stoker.place", "") in key
         }
         new = [Param(key, value) for key, value in texts.items() if key not in known]
         for start in range(0, len(new), PARAMS_PER_BATCH):
-            client.log_batch(self.run_id, params=new[start : start + PARAMS_PER_BATCH])
+            self.client.log_batch(self.run_id, params=new[start : start + PARAMS_PER_BATCH])
         changed = {key: value for key, value in texts.items() if known.get(key, value) != value}
-        self._set_tags({f"stoker.changed.{key}": value for key, value in changed.items()}, client)
+        self._set_tags({f"stoker.changed.{key}": value for key, value in changed.items()})
 
-    def _set_tags(self, tags: dict[str, str], client: Any = None) -> None:
+    def _set_tags(self, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
         if tags:
             pairs = [RunTag(key, str(value)[:LONGEST_TAG]) for key, value in tags.items()]
-            (client or self.client).log_batch(self.run_id, tags=pairs)
+            self.client.log_batch(self.run_id, tags=pairs)
 
     def _log(self, rows: list[MetricRow]) -> None:
         from mlflow.entities import Metric
