@@ -42,6 +42,7 @@ def judged(
     chain: tuple[dict[str, Any], ...] = ({"stage": "read", "cpu_ms_per_sample": 5.0}, *BLURS),
     steps: int = 400,
     speed: dict[str, Any] | None = None,
+    fetch_cpu_s: float = 0.0,
     **more: Any,
 ) -> Verdict:
     terms = {"wait_production": 0.0, "wait_transfer": 0.0, "wait_collate": 0.0, "compute": compute}
@@ -60,7 +61,7 @@ def judged(
     }
     summary = Summary.model_validate(content)
     if summary.bottleneck is None and summary.speed.step_terms_ms:
-        times = dict.fromkeys(("host_to_device_s", "fetch_cpu_s", "fetch_s"), 0.0)
+        times = {"host_to_device_s": 0.0, "fetch_cpu_s": fetch_cpu_s, "fetch_s": 10.0}
         times |= {f"{name}_s": ms for name, ms in (terms | (waits or {})).items()}
         summary.bottleneck = bottleneck(summary, times)
     return verdict(summary)
@@ -83,6 +84,15 @@ def transfer(ms: float, **more: Any) -> dict[str, Any]:
     return {"waits": {"wait_transfer": ms}, **more}
 
 
+ON_BOTH = {"chain_tasks_by_host": {"algo-1": 1, "algo-2": 9}}
+NODES = tuple({**host, "node_id": host["host"]} for host in (GPU_HOST, cpu_host(2)))
+LOST = {"event": "host_lost", "node": "algo-2"}
+EARLIER = {"event": "host_lost", "node": "of the start before"}
+NETWORK, LOSS = (
+    "; the network to the GPU hosts is the bottleneck",
+    "a lost host's work had to be done",
+)
+OWN_CPU = "the GPU host's own CPU is the bottleneck"
 INPUT = "input-bound: 38 % of each step waits for data; the CPU hosts are the bottleneck"
 ONE = {"input_wait_pct": 40.0, "steps": 400, "first_wait_s": 36.0, "longest_wait_s": 36.0}
 OFTEN = {"first_wait_s": 1.0, "longest_wait_s": 1.0}
@@ -108,16 +118,25 @@ UNTIMED = {"step_terms_ms": {}, "input_wait_pct": 25.0}
         (transfer(60), "late", "preprocessed data comes late", ""),
         (transfer(60, chain=()), "late", "preprocessed data comes late",
          "more CPU hosts would not help; look for"),
-        (transfer(60, rate=1900), "network", "; the network to the GPU hosts is the bottleneck",
+        (transfer(60, rate=1900), "network", NETWORK,
          "each sample sends 151 kB over the network; more CPU hosts would not help: send uint8"),
-        (production(30, bottleneck="network"), "network",
+        (production(30, host_cpu=used(20, 2), chain_tasks_by_host={"algo-2": 9}), "network",
          "; preprocessing itself waits for the storage that it reads", "move the data closer"),
-        (transfer(300, bottleneck="lost_hosts"), "lost_hosts",
-         "waits for data; a lost host's work had to be done elsewhere", "that is over"),
+        # CPUs that preprocess and train are busy, but not with the chain.
+        (production(50, **ON_BOTH, host_cpu=used(97, 1, 2), chain=TINY), "gpu_host_cpu", OWN_CPU,
+         "preprocessing takes 0 % of the CPUs"),
+        (production(50, **ON_BOTH, host_cpu=[*used(60, 1), *used(99, 2)], chain=TINY), "late",
+         "preprocessed data comes late", ""),
+        (transfer(50, host_cpu=used(97, 1), rate=1900), "gpu_host_cpu", OWN_CPU, "assembling batches"),
+        (transfer(50, fetch_cpu_s=9, rate=1900), "gpu_host_cpu", OWN_CPU, "assembling batches"),
+        # A lost host explains a wait of a minute, and no more.
+        (transfer(50, events=[LOST], hosts=NODES), "lost_hosts", LOSS, "that is over"),
+        (transfer(70, events=[LOST, LOST], hosts=NODES), "lost_hosts", LOSS, "that is over"),
+        (transfer(70, events=[LOST], hosts=NODES, rate=1900), "network", NETWORK, ""),
+        (transfer(50, events=[EARLIER], hosts=NODES, rate=1900), "network", NETWORK, ""),
         (production(30, bottleneck="gpu_host_cpu", rate=200), "gpu_host_cpu",
-         "the GPU host's own CPU is the bottleneck", "preprocessing takes 26 % of the CPUs"),
-        ({"waits": {"wait_collate": 30.0}}, "gpu_host_cpu", "the GPU host's own CPU is the bottleneck",
-         "more CPU hosts would not help"),
+         OWN_CPU, "preprocessing takes 26 % of the CPUs"),
+        ({"waits": {"wait_collate": 30.0}}, "gpu_host_cpu", OWN_CPU, "more CPU hosts would not help"),
         (production(100, compute=150, speed=ONE), "one_wait",
          "one wait explains the input wait of 40 %: 36 s for the first batch of each epoch; without it, 6 % of",
          "longer epochs"),

@@ -263,14 +263,3 @@ def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_
     assert (summary.speed.steps, terms["compute"], terms["wait_production"]) == (20, 25.0, 25.0)
     assert summary.bottleneck == "one_wait"
     assert "without it, 2 % of each step waits" in verdict(summary).headline
-
-
-def test_steps_within_a_pass_count_their_batches(tmp_path: Path) -> None:
-    recorder, summary = start(tmp_path)
-    terms = {"wait_production": 10.0, "compute": 40.0}
-    for step, elapsed_s in ((220, 4.0), (240, 8.0)):
-        told = {"step": step, "elapsed_s": elapsed_s, "batches": 20 * elapsed_s, "terms_ms": terms}
-        recorder.on_event(event_of({**STEP, **told}))
-    recorder.close(summary)
-    found = summary.speed.step_terms_ms
-    assert (found["wait_production"], found["compute"]) == (10.0, 40.0)
