@@ -20,7 +20,7 @@ for part in unit integration rehearsal e2e; do
 done
 # With these, about a million frames of the block server's protocol.
 export STOKER_SCHEMA_EXAMPLES=20000 STOKER_FUZZ=5000 STOKER_FRAMES=600000 STOKER_LOADER_EXAMPLES=1000
-run properties tests/unit/test_schema_of_a_split.py tests/unit/test_damaged_files.py \
+run properties tests/unit/test_schema_of_a_split.py tests/unit/test_bad_data.py \
   tests/unit/test_protocol_fuzz.py tests/unit/test_loader_order.py
 STOKER_INTERRUPTIONS=5 run interruptions tests/integration/test_resume.py -k killed_and_stopped_and_damaged
 "$VENV/bin/python" -m benchmarks.storm --minutes "${MINUTES:-10}" ${SEED:+--seed "$SEED"} || failed=1

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from damage import tar_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from whole_way import Listed, Store, Way
 
 from stoker.chain.columns import schema_of
-from stoker.data import Drop, Pad, read_torch, read_webdataset
+from stoker.data import Drop, Pad, read_torch
 from stoker.errors import SchemaError, StokerError, UsageError
 from stoker.protocol import BadRecord, BlockSlice
 from stoker.read.sources import record_id
@@ -378,37 +376,3 @@ def test_a_torch_dataset_loses_no_value_of_its_items(way: Way) -> None:
     items = [(1, 2, 3), (4, 5, 6)]
     [[batch]], _ = batches(way, [], source=read_torch(items, columns=("a", "b", "c")))
     assert [batch[name].tolist() for name in ("a", "b", "c")] == [[1, 4], [2, 5], [3, 6]]
-
-
-def shard(folder: Path, lacking: int) -> str:
-    members = [
-        (f"{i:04}.{suffix}", text.encode())
-        for i in range(12)
-        for suffix, text in (("cls", str(i)), ("txt", f"word {i}"), ("json", f'{{"nr": {i}}}'))
-        if (i, suffix) != (lacking, "txt")
-    ]
-    (folder / "train-0.tar").write_bytes(tar_of(members))
-    return str(folder)
-
-
-@pytest.mark.parametrize("lacking", [0, 9])
-@pytest.mark.parametrize("block_records", [1, 5, 12])
-def test_a_tar_record_that_lacks_an_optional_member_is_quarantined(
-    way: Way, tmp_path: Path, lacking: int, block_records: int
-) -> None:
-    root = shard(tmp_path, lacking)
-    with pytest.raises(UsageError, match="train: column 'json' holds dict"):
-        batches(way, [], source=read_webdataset(root, "train"))
-    for source, chain in (
-        (read_webdataset(root, "train", columns=["label", "text"]), []),
-        (read_webdataset(root, "train"), [Drop("json")]),
-    ):
-        steps, bad = batches(way, [], chain, source=source, block_records=block_records)
-        assert [one.key for one in bad] == [f"train-0.tar:{lacking:04}"]
-        assert "no column 'text'" in bad[0].reason
-        rows = [
-            row
-            for (batch,) in steps
-            for row in zip(batch["label"].tolist(), batch["text"], strict=True)
-        ]
-        assert rows == [(i, f"word {i}") for i in range(12) if i != lacking]

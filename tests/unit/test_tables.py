@@ -135,6 +135,10 @@ def test_a_delta_table_is_read_as_it_is_now(delta: Path) -> None:
     assert sorted(row["x"] for row in rows) == [0, 1, 2, 4, 5, 6, 7, 8, 9, 11]
     assert {row["x"]: (row["split"], row["y"]) for row in rows}[11] == ("a b/ü", 2.0)
     assert {row["x"]: (row["split"], row["y"]) for row in rows}[8] == ("val", -1.0)
+    with pytest.raises(UsageError, match=r"column y holds \d NULLs in \d rows, and \d in 1 other"):
+        rows_of(read_delta(str(delta)))
+    kept = rows_of(read_delta(str(delta), nulls={"y": "quarantine"}))
+    assert [type(row) for row in kept].count(BadRecord) == 9
 
 
 def test_partitions_of_a_delta_table_keep_their_types_and_nulls(tmp_path: Path) -> None:
@@ -405,28 +409,6 @@ def test_a_rule_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=expected):
         records(read_parquet(write(tmp_path, **COLUMNS), "train", nulls={column: rule}))
-
-
-@pytest.mark.long
-def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_path: Path) -> None:
-    deltalake = pytest.importorskip("deltalake")
-    root = str(tmp_path / "table")
-    deltalake.write_deltalake(
-        root, pa.table({"x": [1, 2], "part": ["a", "b"]}), partition_by=["part"]
-    )
-    new = pa.table({"x": [3], "part": ["a"], "y": [5]})
-    deltalake.write_deltalake(root, new, mode="append", schema_mode="merge")
-    with pytest.raises(UsageError, match=r"column y holds 1 NULL in 1 row, and 1 in 1 other file"):
-        records(read_delta(root))
-    found = records(read_delta(root, nulls={"y": "keep"}))
-    assert sorted((r["x"], r["part"], r["y"], r["y__valid"]) for r in found) == [
-        (1, "a", 0, False),
-        (2, "b", 0, False),
-        (3, "a", 5, True),
-    ]
-    found = records(read_delta(root, nulls={"y": "quarantine"}))
-    assert [type(record) for record in found].count(BadRecord) == 2
-    assert np.isfinite([r["x"] for r in records(read_delta(root, columns=["x"]))]).all()
 
 
 def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
