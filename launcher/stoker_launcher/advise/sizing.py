@@ -22,7 +22,6 @@ from stoker.events.bottleneck import MIN_STEPS, waiting
 from stoker.events.prices import price_list
 from stoker.events.summary import Summary, read_summary
 from stoker.figures import dollars, duration, table
-from stoker.hosts.topology import has_gpu
 from stoker_launcher.advise.advice import (
     MAX_CPU_HOSTS,
     PARTS,
@@ -82,9 +81,9 @@ class HostOptions:
                 yield f"--gpu-samples-per-s {text}: {how}"
         for flag, types, with_gpu in (("--gpu", self.gpu, True), ("--cpu", self.cpu, False)):
             for name in types:
-                if prices.machine(name) is None:
+                if (known := prices.machine(name)) is None:
                     yield f"{flag} {name}: unknown instance type{nearest(name, prices.MACHINES)}"
-                elif has_gpu(name) != with_gpu:
+                elif bool(known.gpus) != with_gpu:
                     yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
         if self.max_cpu_hosts < 0:
             yield f"--max-cpu-hosts: must be at least 0 (got {self.max_cpu_hosts})"

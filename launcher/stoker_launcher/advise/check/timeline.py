@@ -62,8 +62,7 @@ class Loader:
     trained: int = 0
     """Optimizer steps preceded by one of its batches, taken in the same thread."""
     samples: int = 0
-    sized_batches: int = 0
-    """Number of batches over which `samples` and `batch_bytes` were counted."""
+    """Of its first batch, as `batch_bytes`; 0: none has come."""
     batch_bytes: int = 0
 
     @property

@@ -104,8 +104,8 @@ def checked(
                 share=share,
                 spread=spread,
                 step_s=sum(step.whole for step in kept) / max(len(kept), 1),
-                samples=loader.samples / max(loader.sized_batches, 1),
-                bytes=loader.batch_bytes / max(loader.sized_batches, 1),
+                samples=loader.samples,
+                bytes=loader.batch_bytes,
                 cpu_s=cpu_s / fetches if fetches else None,
                 blocked_s=max(wall_s - cpu_s, 0.0) / max(fetches, 1),
             )

@@ -31,7 +31,6 @@ from stoker_launcher.advise.check.fetching import Fetching, WorkerStart, observe
 from stoker_launcher.advise.check.timeline import Loader, Take, enough, steps_of, training
 
 RESULT = "result.json"
-SIZED = 20
 UNTRAINED_S = 30.0
 """Without optimizer steps, a loader counts as the training loader after this time."""
 LOOK_S = 0.2
@@ -165,10 +164,9 @@ class Watch:
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
-        if loader.sized_batches < SIZED:
-            loader.sized_batches += 1
-            loader.samples += loader.batch_size or first_length(data) or 1
-            loader.batch_bytes += bytes_of(data)
+        if not loader.samples:
+            loader.samples = loader.batch_size or first_length(data) or 1
+            loader.batch_bytes = bytes_of(data)
 
     def now(self) -> Any:
         """Timestamp, taken on the GPU if there is one, to avoid a synchronisation."""
