@@ -145,49 +145,6 @@ def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(
     train.close()
 
 
-@pytest.mark.parametrize("order", ["exact", "any"])
-def test_ready_blocks_outlast_a_lost_train_worker(ray_cluster: None, order: str) -> None:
-    # Shards of four blocks, the last one of six; everything is made before the loss.
-    train = Train(job(order=order, train_records=RECORDS, val_records=7, shard=100))
-
-    def made() -> int:
-        return sum(train.figures()["tasks_by_node"].values())
-
-    begun = list(islice(train.steps("train", 0), 20))
-    place = train.position(0, 20, flat(begun))
-    ids = flat(begun) + flat(list(train.steps("train", 0, 20)))
-    train.reconcile("train", 0, ids)
-    train.reconcile("val", 0, flat(list(train.steps("val", 0))))
-    begun = list(islice(train.steps("train", 1), 3))
-    produced, deadline = train.events("produced"), time.monotonic() + 120
-    while len(produced) < 4:
-        assert time.monotonic() < deadline, produced
-        produced += train.events("produced")
-    before = made()
-    assert before == 2 * (5 * 4 + 1) + 2
-    train.again(1, 1, json.loads(json.dumps(train.position(1, 2, flat(begun[:2])))))
-    rest = list(islice(train.steps("train", 1), 20))
-    assert rest[0] == begun[2] or order == "any"
-    # Three steps of ten rows are in the first block, which is still there.
-    assert made() == before
-
-    # From a checkpoint of the first epoch on, half of the second epoch is ready: the shards not begun.
-    train.again(1, 0, json.loads(json.dumps(place)))
-    again = flat(list(train.steps("train", 0)))
-    train.reconcile("train", 0, again)
-    assert sorted(flat([ids[:200], again])) == sorted(ids), "each record once"
-    assert ids[200:] == again or order == "any"
-    train.reconcile("val", 0, flat(list(train.steps("val", 0))))
-    second = flat(list(train.steps("train", 1)))
-    train.reconcile("train", 1, second)
-    train.reconcile("val", 1, flat(list(train.steps("val", 1))))
-    assert sorted(second) == sorted(ids)
-    assert second[:20] == flat(begun[:2]) or order == "any"
-    # The first epoch from its seventh block on, its validation, and the three shards that were begun.
-    assert made() <= before + 15 + 1 + 12 or order == "any"
-    train.close()
-
-
 def test_ranks_stop_after_the_furthest_step_that_any_has_begun(ray_cluster: None) -> None:
     import ray
 

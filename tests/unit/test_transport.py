@@ -19,6 +19,7 @@ from stoker.chain.columns import schema_of
 from stoker.errors import DataError, Failure
 from stoker.protocol import BlockSlice, Directory, Server
 from stoker.serve.blocks import wire
+from stoker.serve.blocks.agents import _Agent
 from stoker.serve.blocks.batches import BatchBuilder, BufferPool
 from stoker.serve.blocks.client import DirectHosts, Transport
 from stoker.serve.blocks.folder import BlockFolder, BlockServer
@@ -141,6 +142,7 @@ def test_requests_are_never_too_long_however_many_blocks_are_done(far: Setting) 
 RUNS_OUT_OF_DESCRIPTORS = """
 import os, resource, socket, threading, time
 from stoker.serve.blocks import wire
+from stoker.serve.blocks.agents import _Agent
 
 class Server(wire.Listener):
     def talk(self, connection):
@@ -393,3 +395,16 @@ def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
     buffers._allocate = None  # type: ignore[assignment, method-assign]
     for _ in range(100):
         buffers.empty((64, 1000, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("answered_s_ago", "listens", "lost"),
+    [(300, False, True), (300, True, False), (5, False, False)],
+)
+def test_a_host_is_lost_when_neither_its_agent_nor_its_kernel_answers(
+    far: Setting, answered_s_ago: float, listens: bool, lost: bool
+) -> None:
+    if not listens:
+        far.server.close()
+    server, answered = Server(None, "127.0.0.1", far.server.port), time.monotonic() - answered_s_ago
+    assert _Agent(None, None, answered, server).is_lost() == lost

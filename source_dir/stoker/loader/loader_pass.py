@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.loader.shared import Part, PassShare, blocks_of
 from stoker.protocol import BlockPlace, Work
-from stoker.serve.items import HeldBytes, ReadyBlock
+from stoker.serve.items import ReadyBlock
 from stoker.serve.passes import Pass
 
 STREAM_AHEAD = 4
@@ -57,9 +57,9 @@ class LoaderPass(Pass):
         return [self]
 
     @property
-    def held(self) -> HeldBytes:
+    def held_bytes(self) -> int:
         ready = blocks_of(self.ready[place] for place in self.ready)
-        return HeldBytes(sum(block.report.bytes_out for block in ready))
+        return sum(block.report.bytes_out for block in ready)
 
     @property
     def needed(self) -> list[ReadyBlock]:

@@ -41,7 +41,6 @@ class Coordinator(DataService):
         self.by_row = not passes.has_shards("train")
         self.executes_datasets = not all(map(passes.has_shards, totals))
         self.trainings = -1
-        self._asked = time.monotonic()
         self.stop_reason = ""
         self.last_checkpoint = ""
 
@@ -117,11 +116,7 @@ class Coordinator(DataService):
         if problem is not None:
             self.attempt.fail(problem.failure)
             raise problem
-        used = before.planner if before is not None else None
-        if used is not None and before is not None and before.failure:
-            used.hand_over()
-            used = None
-        self.attempt.planner = Planner(self.attempt, used)
+        self.attempt.planner = Planner(self.attempt)
         self.shared.has_work.notify_all()
         self.shared.ready.notify_all()
 
@@ -171,7 +166,6 @@ class Coordinator(DataService):
         """Train worker's call: `next` for up to `most` ready steps; it has fetched all before `fetched`."""
         given: list[StepAssignment] = []
         with self.shared.changed:
-            self._asked = time.monotonic()
             if (pass_ := self._current(attempt).open.get((split, epoch))) is not None:
                 pass_.fetched[rank] = fetched
             for at in range(step, step + most):
@@ -183,11 +177,6 @@ class Coordinator(DataService):
                     break
                 given.append(portion)
         return given
-
-    def unasked_s(self) -> float:
-        """Train worker's call: for how long none has asked for rows."""
-        with self.shared.changed:
-            return time.monotonic() - self._asked
 
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
         """Train worker's call: with this, `begin` continues after these steps of this attempt's pass.

@@ -22,10 +22,6 @@ class ReadyBlock:
     shard: Shard | None = None
     lost: bool = False
     """Whether its host is gone; it is being made again."""
-    counted: bool = False
-    """Whether an attempt has counted its costs."""
-    inherited: bool = False
-    """Whether an earlier attempt made it."""
 
     def part(self, start: int, stop: int) -> BlockSlice:
         return BlockSlice(self.file, start, stop, "" if self.lost else self.node, self.report.rows)
@@ -140,17 +136,6 @@ class Rest:
         stops = ((first, min(stop, len(shards))) for first, stop in self.done.ranges)
         self.left = len(shards) - sum(max(stop - first, 0) for first, stop in stops)
 
-    def begun(self, number: int) -> int | None:
-        """How many blocks of a shard were made before; None: all."""
-        return None if number in self.done else self._skip.get(number, 0)
-
-    def made(self, number: int, blocks: int, whole: bool) -> None:
-        """So many blocks of a shard that is not taken need not be made, or the whole of it."""
-        self._skip[number] = blocks
-        if whole:
-            self.done.add(number)
-            self.left -= 1
-
     def take(self, most: int) -> list[Work]:
         found: list[Work] = []
         for _ in range(min(most, self.left)):
@@ -159,24 +144,3 @@ class Rest:
             self._next = number + 1
         self.left -= len(found)
         return found
-
-
-@dataclass
-class HeldBytes:
-    own: int = 0
-    inherited: int = 0
-
-    def add(self, block: ReadyBlock, sign: int = 1) -> None:
-        """Count a block, or with the sign -1 no longer."""
-        size = sign * block.report.bytes_out
-        if block.inherited:
-            self.inherited += size
-        else:
-            self.own += size
-
-
-def in_budget(held: list[HeldBytes], budget_bytes: int) -> int:
-    """What ready blocks take of the budget. Inherited ones have another of the same size before they
-    count, because the blocks before them must be made."""
-    inherited = sum(each.inherited for each in held)
-    return sum(each.own for each in held) + max(inherited - budget_bytes, 0)

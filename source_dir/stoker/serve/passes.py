@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from stoker.config.schema import Config
@@ -19,7 +19,7 @@ from stoker.protocol import DataCursor, PassPlan, Plan, Schema, Shard, Work
 from stoker.read.host_cache import CacheSpec, homes_of
 from stoker.read.sources import IndexedShards, IndexedSource
 from stoker.serve.accounting import ChainCosts
-from stoker.serve.items import HeldBytes, Holdings, Numbers, ReadyBlock, Rest
+from stoker.serve.items import Holdings, Numbers, ReadyBlock, Rest
 from stoker.serve.pool import CacheAffinity, Pool
 from stoker.serve.shards import DatasetSource, Setup, order_of
 from stoker.serve.suspects import Suspects
@@ -81,7 +81,7 @@ class Pass(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> HeldBytes:
+    def held_bytes(self) -> int:
         """Bytes of the blocks that are delivered and still needed."""
 
     @property
@@ -114,9 +114,6 @@ class Pass(ABC):
 
     def far_ahead(self, shard: int) -> bool:
         return False
-
-    def clear(self) -> None:
-        self.shards.clear()
 
     def listed(self) -> bool:
         if self.coming is not None and self.coming.done():
@@ -179,22 +176,6 @@ class Pass(ABC):
     def early(self) -> list[ReadyBlock]:
         """Blocks that wait for their turn."""
         return [block for shard in self.shards.values() for block in shard.made.values()]
-
-    def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
-        """Take ready blocks, by shard and index in it, and return them; what follows is still to be made."""
-        taken: list[ReadyBlock] = []
-        for number, made in sorted(ready.items()):
-            skip = self.rest.begun(number)
-            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip or 0))]
-            if skip is None or not blocks:
-                continue
-            self.shards[number] = OpenShard(skip)
-            for block in blocks:
-                self.report(block)
-                block.inherited = True
-            self.rest.made(number, skip + len(blocks), blocks[-1].report.last)
-            taken += blocks
-        return taken
 
     def complete(self) -> bool:
         return self.listed() and not (self.listing or self.left or self.under_way or self.shards)

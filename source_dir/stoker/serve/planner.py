@@ -15,9 +15,9 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from stoker.errors import DataError, Failure
-from stoker.protocol import Claim, Made, PassPlan, Process, RetryContext, Shard, Work
+from stoker.protocol import Claim, Made, Process, RetryContext, Shard, Work
 from stoker.read.sources import reread_wait_s
-from stoker.serve.items import HeldBytes, ReadyBlock, in_budget
+from stoker.serve.items import ReadyBlock
 from stoker.serve.passes import Attempt, Pass
 from stoker.serve.pool import LOOK_AHEAD, Pool
 from stoker.serve.recovery import MOST_SHARDS, Item, Recovery, shards_per_item
@@ -29,14 +29,12 @@ OVERFULL = 1.25
 """Above this multiple of the budget, work in progress ends after its next block."""
 ABANDONED_S = 10.0
 """Time for a chain worker to finish its block after its pass was abandoned."""
-Inherited = tuple[PassPlan, dict[int, dict[int, ReadyBlock]]]
-"""Ready blocks of a pass in a replaced attempt: by shard, and by index in it."""
 
 
 class Planner:
-    """See the module; what the planner `before` has ready is used."""
+    """See the module."""
 
-    def __init__(self, attempt: Attempt, before: Planner | None = None) -> None:
+    def __init__(self, attempt: Attempt) -> None:
         self.attempt, self.shared = attempt, attempt.shared
         self.recovery = Recovery(attempt, self.shared.pool)
         self.passes: list[Pass] = []
@@ -48,18 +46,17 @@ class Planner:
         """Items in progress, by chain worker."""
         self.lost: WeakValueDictionary[tuple[Pass, int, int], ReadyBlock] = WeakValueDictionary()
         """Blocks that are made again, by pass, shard and index."""
-        self.inherited: dict[tuple[str, int], Inherited] = before.hand_over() if before else {}
         self._abandoned: dict[str, float] = {}
         """Chain workers that work on abandoned passes, and when they are ended if they still do."""
         self.shard_s: dict[str, float] = {}
         """Smoothed seconds per shard of a split."""
-        self.early = HeldBytes()
-        """Blocks reported but not delivered."""
+        self.early_bytes = 0
+        """Of the blocks reported but not delivered."""
         self._preparing = Preparing(self.shared.pool)
 
     def advance(self) -> None:
         """End passes that are complete and start the next ones; raises why one cannot be listed or ended."""
-        for pass_ in [pass_ for pass_ in self.passes if self._listed(pass_) and pass_.complete()]:
+        for pass_ in [pass_ for pass_ in self.passes if pass_.complete()]:
             self.passes.remove(pass_)
             self.attempt.produced(pass_)
         self.passes += self.attempt.begun()
@@ -151,42 +148,13 @@ class Planner:
             # Of passes equally far ahead of their consumers, the one that got work longest ago is first.
             passes.sort(key=lambda each: (each.rows_ahead + each.shards_under_way, each.served))
         for pass_ in passes:
-            listed = self._listed(pass_)
+            listed = pass_.listed()
             offers = listed and pass_.offers(worker, self.shared.pool.is_lost)
             if listed and (self._wanted(pass_) or (offers and pass_.waited_for)):
                 if offers:
                     yield pass_
             elif self.attempt.in_order:
                 return
-
-    def _listed(self, pass_: Pass) -> bool:
-        """Whether shards of a pass are known; ready blocks of the attempt before take their place."""
-        listed = pass_.listed()
-        inherited = self.inherited.pop(pass_.key, None) if listed else None
-        # An epoch that was resumed may have had blocks of another size.
-        if inherited is not None and inherited[0] == pass_.plan:
-            taken = pass_.inherit(inherited[1])
-            for block in taken:
-                if block.report.rows:
-                    self.early.add(block)
-            for shard in dict.fromkeys(block.report.shard for block in taken):
-                self._deliver(pass_, shard)
-        return listed
-
-    def hand_over(self) -> dict[tuple[str, int], Inherited]:
-        """Drop all blocks; the ready ones are for the next attempt, which may begin before them."""
-        found = dict(self.inherited)
-        for pass_ in self.attempt.open_passes():
-            if pass_ not in self.open or not pass_.has_shards:
-                continue
-            ready: dict[int, dict[int, ReadyBlock]] = {}
-            for block in (*pass_.needed, *pass_.early()):
-                if not block.lost:
-                    ready.setdefault(block.report.shard, {})[block.report.nth] = block
-            found[pass_.key] = pass_.plan, ready
-        for pass_ in self.open:
-            pass_.clear()
-        return found
 
     def _begin(self, pass_: Pass, by: Process) -> Item:
         split, work = pass_.plan.split, self._near(pass_)
@@ -231,9 +199,7 @@ class Planner:
         return bool(self.passes) and few
 
     def _held_bytes(self) -> int:
-        return in_budget(
-            [self.early, *(s.held for s in self.attempt.open_passes())], self.shared.budget_bytes
-        )
+        return self.early_bytes + sum(each.held_bytes for each in self.attempt.open_passes())
 
     def reported(self, by: Process, number: int, made: Made) -> bool:
         self._abandoned.pop(by.worker, None)
@@ -255,7 +221,7 @@ class Planner:
         elif pass_.report(block):
             if report.rows:
                 self.shared.holdings.keep(block)
-                self.early.add(block)
+                self.early_bytes += report.bytes_out
             self._deliver(pass_, report.shard)
         else:
             self.shared.holdings.discard(by.node, made.file)
@@ -307,7 +273,7 @@ class Planner:
     def _deliver(self, pass_: Pass, number: int) -> None:
         for block in pass_.deliverable(number):
             if block.report.rows:
-                self.early.add(block, -1)
+                self.early_bytes -= block.report.bytes_out
             self.attempt.deliver(pass_, block)
 
     def ended(self, by: Process) -> None:
@@ -354,25 +320,8 @@ class Planner:
         del self.active[worker]
         item.tried.add(item.node)
         item.not_before = time.monotonic() + wait_s
-        self._again([item])
-
-    def _again(self, more: list[Item]) -> None:
-        """Queue work: first that for lost blocks, as consumers need them, since one may wait already."""
-        passes = self.attempt.open_passes()
-        needed = (
-            block for pass_ in passes for block in (*pass_.needed, *pass_.early()) if block.lost
-        )
-        places = {block: place for place, block in enumerate(needed)}
-
-        def place_of(item: Item) -> float:
-            first = item.shards[0]
-            run = (
-                self.lost.get((item.pass_, first.number, n))
-                for n in range(first.skip, item.stop or 0)
-            )
-            return min((places[block] for block in run if block in places), default=len(places))
-
-        self.again = sorted([*self.again, *more], key=place_of)
+        # Lost blocks first, since a consumer may wait for one already.
+        self.again.insert(len(self.again) if item.stop is None else 0, item)
 
     def lose(self, gone: Iterable[ReadyBlock]) -> None:
         """Blocks are no longer where they were: let chain workers make those again that are needed."""
@@ -396,8 +345,7 @@ class Planner:
                     Work(first.shard, run[0].shard or Shard(""), first.nth, store=False, stop=stop)
                 ]
                 lost.append(Item(pass_, self._name(pass_.plan.split, work), work))
-        if lost:
-            self._again(lost)
+        self.again = [*lost, *self.again]
 
     def _remade(self, pass_: Pass, block: ReadyBlock) -> None:
         report = block.report
@@ -433,7 +381,7 @@ class Planner:
             self._abandoned[worker] = time.monotonic() + ABANDONED_S
         for block in pass_.early():
             if block.report.rows:
-                self.early.add(block, -1)
+                self.early_bytes -= block.report.bytes_out
         if pass_ in self.passes:
             self.passes.remove(pass_)
         self.close(pass_)

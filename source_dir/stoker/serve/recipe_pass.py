@@ -31,7 +31,7 @@ from stoker.protocol import (
 from stoker.serve.accounting import EpochAccount, refuse_over_budget
 from stoker.serve.blocks.client import Transport
 from stoker.serve.cursor import Trail, fresh, ids_of_rows
-from stoker.serve.items import HeldBytes, ReadyBlock
+from stoker.serve.items import ReadyBlock
 from stoker.serve.passes import Pass, Passes, ServiceState
 from stoker.serve.planner import PlannedAttempt
 
@@ -185,14 +185,10 @@ class RecipePass(Pass):
     """The step that the slowest rank requests next."""
     fetched: dict[int, int] = field(default_factory=dict)
     """By rank: it has fetched all steps before this one."""
+    held_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._held = HeldBytes()
         self.step_rows = self.splitter.step_rows
-
-    @property
-    def held(self) -> HeldBytes:
-        return self._held
 
     @property
     def needed(self) -> list[ReadyBlock]:
@@ -207,7 +203,7 @@ class RecipePass(Pass):
         return self.splitter.rows - self.slowest * self.step_rows
 
     def clear(self) -> None:
-        super().clear()
+        self.shards.clear()
         self.blocks.clear()
 
     def arrived(self, block: ReadyBlock) -> None:
@@ -215,7 +211,7 @@ class RecipePass(Pass):
         skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = block
-            self.held.add(block)
+            self.held_bytes += block.report.bytes_out
 
     def portion(self, step: int, rank: int) -> StepAssignment | None:
         share = self.splitter.share(step, rank)
@@ -248,7 +244,7 @@ class RecipePass(Pass):
             number = next(iter(self.blocks))
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
-            self.held.add(self.blocks.pop(number), -1)
+            self.held_bytes -= self.blocks.pop(number).report.bytes_out
             self.splitter.forget(number + 1)
         if self.trail is not None:
             self.trail.leave((self.slowest - KEPT_STEPS) * self.step_rows)
@@ -277,7 +273,7 @@ class RecipePass(Pass):
         counts = self.account.reconcile(self.total)
         self.reconciled = True
         self.blocks.clear()
-        self._held = HeldBytes()
+        self.held_bytes = 0
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
     def cut(self, steps: int) -> dict[str, Any]:
@@ -435,8 +431,11 @@ class RecipeAttempt(PlannedAttempt):
             self.shared.has_work.notify_all()
 
     def replace(self) -> None:
+        """Another attempt begins: nothing of this one is kept, whoever still refers to it."""
         self.replaced = True
         self._listing.shutdown(wait=False, cancel_futures=True)
+        for pass_ in self.open.values():
+            pass_.clear()
 
     def open_passes(self) -> list[RecipePass]:
         return list(self.open.values())
@@ -491,9 +490,7 @@ class RecipeAttempt(PlannedAttempt):
             )
         if report.schemas:
             pass_.schema = self.passes.agree(split, report.schemas)
-        if not block.counted:
-            block.counted = True
-            self.shared.chain[split].take(report, block.node)
+        self.shared.chain[split].take(report, block.node)
         for bad in report.bad:
             self.shared.event(
                 kinds.RecordQuarantined(split=split, epoch=epoch, key=bad.key, reason=bad.reason)

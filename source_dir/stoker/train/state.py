@@ -24,8 +24,7 @@ from stoker.train.stop_gate import StopGate
 
 FLUSH_S = 60.0
 RANKS_S = 1800.0
-"""How long a rank waits for others that ask for no rows: as long as PyTorch waits in a collective by default.
-In validation, nothing else ties the ranks together, and one of them may take much longer."""
+"""How long a rank waits for others at the end of a pass: as long as PyTorch does in a collective by default."""
 
 
 @dataclass
@@ -101,14 +100,13 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     )
     # So long may one of them wait for rows.
     longest_s = max(RANKS_S, worker.config.data.stall_timeout_s)
-    while not ray.wait([call], timeout=RANKS_S / 10)[0]:
-        silent_s = ray.get(worker.coordinator.unasked_s.remote(), timeout=FLUSH_S)
-        if silent_s > longest_s:
-            raise DataError(
-                f"{feed.split} epoch {feed.epoch + 1}: other train workers have neither ended it nor asked"
-                f" for rows for {silent_s:.0f} s"
-            )
-    return {"split": feed.split, **ray.get(call)}
+    try:
+        return {"split": feed.split, **ray.get(call, timeout=longest_s)}
+    except ray.exceptions.GetTimeoutError:
+        raise DataError(
+            f"{feed.split} epoch {feed.epoch + 1}: other train workers have not ended it {longest_s:.0f} s"
+            " after this one"
+        ) from None
 
 
 def loss_value(result: Any) -> Any:
