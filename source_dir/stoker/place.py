@@ -55,8 +55,7 @@ class RunPlace:
     failure: Path = Path("failure")
     """On hosts of a service, the file for the cause of a failure, in one line."""
     killed_after_s: float | None = None
-    """How long after SIGTERM the place sends SIGKILL. None: never, or after a time that it does not tell, so
-    that a stop may last as long as it makes progress."""
+    """How long after SIGTERM the place sends SIGKILL. None: never, or after a time that it does not tell."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None

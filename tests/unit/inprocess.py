@@ -179,10 +179,10 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     train.report = lambda metrics: None  # type: ignore[attr-defined]
     ray = ModuleType("ray")
     ray.get = lambda answer, timeout=None: answer  # type: ignore[attr-defined]
-    ray.wait = lambda answers, timeout=None: (answers, [])  # type: ignore[attr-defined]
     ray.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.train", train)
+    monkeypatch.setattr("stoker.train.manager.ray", ray)
 
 
 @pytest.fixture(autouse=True)

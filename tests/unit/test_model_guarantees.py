@@ -18,7 +18,6 @@ from scored import Scored
 from torch import nn
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Content
 from stoker.entry import driver
 from stoker.events.summary import Summary
 from stoker.storage.checkpoint_store import open_store
@@ -205,23 +204,6 @@ def test_a_model_is_not_left_beside_another_starts_export(tmp_path: Path, form: 
     assert left == {"model.json", "model.safetensors"}
 
 
-def test_the_exports_of_the_same_weights_stay_when_a_finished_run_is_started_again(
-    tmp_path: Path,
-) -> None:
-    start(tmp_path, plain, train=TRAIN)
-    (tmp_path / "model/model.onnx").write_text("of these weights")
-    (tmp_path / "model/model.pt2").write_text("left by an earlier start")
-    about = json.loads((tmp_path / "model/model.json").read_text())
-    about |= {"inputs": ["x"], "exports": [{"format": "onnx", "path": "model.onnx", "error": None}]}
-    (tmp_path / "model/model.json").write_text(json.dumps(about))
-    assert start(tmp_path, plain, train=TRAIN).error is None
-    left = {path.name for path in (tmp_path / "model").iterdir()}
-    assert left == {"model.json", "model.onnx", "model.safetensors"}, (
-        "what model.json lists is of these"
-    )
-    assert json.loads((tmp_path / "model/model.json").read_text()) == about
-
-
 def test_a_model_stays_until_the_weights_that_replace_it_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,17 +219,6 @@ def test_a_model_stays_until_the_weights_that_replace_it_are_read(
         keeper.write_model(tmp_path / "model")
     assert (tmp_path / "model/model.safetensors").read_bytes() == before
     assert (tmp_path / "model/model.onnx").exists()
-
-
-def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    shelf = checkpoint.Retention(store, newest=1, top_k=2)
-    for step, value in enumerate([math.nan, 0.5, math.inf, 0.4, math.nan, 0.6], start=1):
-        monitored = {"metric": "val/loss", "mode": "min", "value": value}
-        meta = {"step": step, "monitored": monitored}
-        shelf.add(checkpoint.save(store, Content({"w": torch.zeros(1)}, {}, meta)))
-    assert shelf.best() == ["step-00000004", "step-00000002"]
-    assert names(tmp_path) == [6, 4, 2]
 
 
 # ---- what a resumed run's optimiser keeps ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +47,7 @@ def plan(
     run_dir: Path, *overrides: str, where: str = "local", job: str = ""
 ) -> tuple[resuming.Start, list[str]]:
     synced = where == "sagemaker"
-    folders = (run_dir, run_dir / "checkpoints", run_dir / "model")
+    folders = (run_dir, run_dir / "run", run_dir / "model")
     place = RunPlace(where, *folders, synced, job=job)
     said: list[str] = []
     return resuming.plan_resume(load(None, overrides).config, place, said.append), said
@@ -58,77 +57,66 @@ class Tables(Counting):
     table: Path
 
 
-def started_from(start: resuming.Start) -> str:
-    return start[1].path if start[1] else ""
+SPOILT = {
+    "unfinished": lambda folder: (folder / "manifest.json").unlink(),
+    "damaged": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "absent": lambda folder: (folder / "model.safetensors").unlink(),
+}
+STARTS = """
+# checkpoints (folder/step) | dir, resume | where | the run starts from, or is refused | what it says
+| | local | nothing |
+run/5 run/10 | | local | run/10 |
+run/5 run/10=damaged | | local | run/5 | skipping checkpoint step-00000010: its manifest is damaged
+run/5=unfinished | | sagemaker | nothing | run has no valid checkpoint; starting from scratch
+run/10=unfinished | | local | nothing | run has no valid checkpoint; starting from scratch
+run/10=unfinished run/5=damaged | | local | refused | /run has no valid checkpoint (step-00000005: its man
+ck/10=unfinished | dir=ck | local | nothing | ck has no valid checkpoint; starting from scratch
+ck/10=unfinished ck/5=damaged | dir=ck | local | refused | /ck has no valid checkpoint (step-00000005: its
+old/9 run/5=unfinished | resume=old/9 | sagemaker | old/9 | skipping checkpoint step-00000005: it is incom
+run/5 | dir=new | local | refused | new has no checkpoint, but TMP/run has those of this run (step-00000005)
+new/5 | dir=new | local | new/5 |
+old/checkpoints/5 old/checkpoints/10 | resume=old | local | old/checkpoints/10 |
+old/checkpoints/5 old/checkpoints/10 | resume=old/checkpoints | local | old/checkpoints/10 |
+old/checkpoints/5 old/checkpoints/10 | resume=old/checkpoints/5 | local | old/checkpoints/5 |
+old/5 run/7 | resume=old/5 | local | run/7 | run has checkpoints of this job: resuming from them
+ck/5 ck/10=unfinished | dir=ck resume=ck/5 | local | ck/5 | skipping checkpoint step-00000010: it is inc
+ck/5=unfinished ck/10=unfinished | dir=ck resume=never | local | nothing | skipping checkpoint
+| resume=nowhere | local | refused | checkpoint.resume: TMP/nowhere: no checkpoint there
+ck/5 | resume=ck/99 | local | refused | checkpoint.resume: TMP/ck/step-00000099: no such checkpoint
+ck/3=absent | resume=ck/3 | local | refused | step-00000003: model.safetensors is absent
+ck/3=absent | resume=ck | local | refused | no complete checkpoint in TMP/ck
+ck/10 | dir=ck resume=never | local | refused | dir: TMP/ck has checkpoints of an earlier run (step-00000010)
+ck/5 ck/10 | dir=ck resume=ck/5 | local | refused | also has the later step-00000010
+| resume=ftp://host/x | local | refused | cannot read ftp:// addresses
+| resume=gs:// | local | refused | gs://: names no bucket; write gs://<bucket>/…
+"""
 
 
-def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
-    assert started_from(plan(tmp_path)[0]) == ""
-    first = save(tmp_path / "checkpoints", 5)
-    newest = save(tmp_path / "checkpoints", 10)
-    assert started_from(plan(tmp_path)[0]) == str(newest)
-    (newest / "manifest.json").write_text("{}")
-    start, said = plan(tmp_path)
-    assert started_from(start) == str(first)
-    assert said == ["skipping checkpoint step-00000010: its manifest is damaged"]
+@pytest.mark.parametrize("row", STARTS.strip().splitlines()[1:])
+def test_which_checkpoint_a_run_starts_from(tmp_path: Path, row: str) -> None:
+    saved, given, where, starts, said = (part.strip() for part in row.split("|"))
 
+    def path(word: str) -> Path:
+        folder, _, step = word.rpartition("/")
+        return tmp_path / (f"{folder}/step-{int(step):08d}" if step.isdigit() else word)
 
-def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
-    (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
-    start, said = plan(tmp_path, where="sagemaker")
-    assert start[1] is None
-    assert "is incomplete" in said[0]
-    assert "starting from scratch" in said[1]
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_run_killed_in_its_first_save_begins_again_and_one_with_damaged_checkpoints_does_not(
-    tmp_path: Path, given: bool
-) -> None:
-    """On this machine, where no service restarts it: somebody asked for what is there."""
-    where = [f"checkpoint.dir={tmp_path}/ck"] if given else []
-    kept = tmp_path / ("ck" if given else "checkpoints")
-    (save(kept, 10) / "manifest.json").unlink()
-    start, said = plan(tmp_path, *where)
-    assert start[1] is None and said[1].endswith("has no valid checkpoint; starting from scratch")
-    (save(kept, 5) / "manifest.json").write_text("{}")
-    with pytest.raises(
-        UsageError, match=r"checkpoint.resume: .* has no valid checkpoint \(step-00000005: its man"
-    ):
-        plan(tmp_path, *where)
-
-
-def test_a_restart_after_its_first_save_was_interrupted_begins_where_the_first_start_did(
-    tmp_path: Path,
-) -> None:
-    other = save(tmp_path / "pretrained", 1000)
-    (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
-    start, said = plan(tmp_path, f"checkpoint.resume={other}", where="sagemaker")
-    assert started_from(start) == str(other)
-    assert len(said) == 1 and "skipping checkpoint step-00000005: it is incomplete" in said[0]
-
-
-def test_a_run_is_not_begun_again_because_its_checkpoints_are_elsewhere(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", 5)
-    new, text = (
-        tmp_path / "new",
-        f"but {tmp_path}/checkpoints has those of this run (step-00000005)",
-    )
-    with pytest.raises(
-        UsageError, match=re.escape(f"checkpoint.dir: {new} has no checkpoint, {text}")
-    ):
-        plan(tmp_path, f"checkpoint.dir={new}")
-    (tmp_path / "checkpoints").rename(new)
-    assert started_from(plan(tmp_path, f"checkpoint.dir={new}")[0]) == str(new / "step-00000005")
-
-
-def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
-    early = save(tmp_path / "old/checkpoints", 5)
-    late = save(tmp_path / "old/checkpoints", 10)
-    for path, expected in ((late.parent.parent, late), (late.parent, late), (early, early)):
-        start, _ = plan(tmp_path / "new", f"checkpoint.resume={path}")
-        assert started_from(start) == str(expected)
-        assert start[0].where == str(tmp_path / "new/checkpoints"), "new ones go to the new run"
+    for word in saved.split():
+        name, _, damage = word.partition("=")
+        made = save(path(name).parent, int(name.rpartition("/")[2]))
+        SPOILT.get(damage, Path)(made)
+    words = []
+    for key, value in (word.split("=") for word in given.split()):
+        plain = value == "never" or "://" in value
+        words.append(f"checkpoint.{key}={value if plain else path(value)}")
+    own = path(next((w[4:] for w in given.split() if w.startswith("dir=")), "run"))
+    with pytest.raises(UsageError) if starts == "refused" else contextlib.nullcontext() as caught:
+        (store, start), lines = plan(tmp_path, *words, where=where)
+        assert store.where == str(own), "new ones go to the run"
+        assert (start.path if start else "nothing") == str(path(starts) if start else starts)
+    if caught is not None:
+        assert len(caught.value.problems) == 1
+        lines = caught.value.problems
+    assert said.replace("TMP", str(tmp_path)) in " ".join(lines) and bool(said) == bool(lines)
 
 
 def test_only_the_runs_own_epochs_are_among_the_best(tmp_path: Path) -> None:
@@ -171,14 +159,6 @@ def test_only_the_runs_own_starts_count_in_its_time_and_cost(tmp_path: Path) -> 
     )
 
 
-def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:
-    old = save(tmp_path / "old", 5)
-    own = save(tmp_path / "new/checkpoints", 7)
-    start, said = plan(tmp_path / "new", f"checkpoint.resume={old}")
-    assert started_from(start) == str(own)
-    assert "has checkpoints of this job" in said[0]
-
-
 OTHER = {"job": "other", "service_job": "other-1"}
 OWN = {"job": "job", "service_job": "job-1"}
 
@@ -186,29 +166,29 @@ OWN = {"job": "job", "service_job": "job-1"}
 @pytest.mark.parametrize(
     ("resume", "job", "written_by", "starts_from"),
     [
-        ("", "job-1", OWN, "checkpoints"),
+        ("", "job-1", OWN, "run"),
         ("", "job-1", OTHER, None),
         ("", "job-1", {"job": "job", "service_job": "job-0"}, None),
         ("", "job-1", {}, None),  # by an earlier version
-        ("auto", "job-1", OTHER, "checkpoints"),
-        ("{shared}/checkpoints", "job-1", OTHER, "checkpoints"),
-        ("{shared}/checkpoints/step-00000005", "job-1", OTHER, "checkpoints"),
+        ("auto", "job-1", OTHER, "run"),
+        ("{shared}/run", "job-1", OTHER, "run"),
+        ("{shared}/run/step-00000005", "job-1", OTHER, "run"),
         ("{shared}/else", "job-1", OTHER, "else"),
-        ("{shared}/else", "job-1", OWN, "checkpoints"),
-        ("never", "job-1", OWN, "checkpoints"),
+        ("{shared}/else", "job-1", OWN, "run"),
+        ("never", "job-1", OWN, "run"),
         ("never", "job-1", OTHER, ""),
-        ("", "", {}, "checkpoints"),
-        ("", "", {"job": "job"}, "checkpoints"),
+        ("", "", {}, "run"),
+        ("", "", {"job": "job"}, "run"),
         ("", "", {"job": "other"}, None),
         ("", "", OWN, None),
         ("{shared}/else", "", {"job": "other"}, None),
-        ("auto", "", OTHER, "checkpoints"),
+        ("auto", "", OTHER, "run"),
     ],
 )
 def test_checkpoints_of_another_job_are_continued_only_on_request(
     tmp_path: Path, resume: str, job: str, written_by: dict[str, str], starts_from: str | None
 ) -> None:
-    save(tmp_path / "checkpoints", 5, **written_by)
+    save(tmp_path / "run", 5, **written_by)
     save(tmp_path / "else", 3)
     words = ["name=job", *([f"checkpoint.resume={resume.format(shared=tmp_path)}"] * bool(resume))]
     where = "sagemaker" if job else "ray"
@@ -219,52 +199,13 @@ def test_checkpoints_of_another_job_are_continued_only_on_request(
     (store, start), _ = plan(tmp_path, *words, where=where, job=job)
     assert (start.path if start else "").startswith(str(tmp_path / starts_from) * bool(starts_from))
     assert (start is None) == (starts_from == "")
-    apart = bool(job) and store.where == str(tmp_path / "checkpoints" / job)
-    assert apart == (written_by == OTHER and starts_from != "checkpoints")
+    apart = bool(job) and store.where == str(tmp_path / "run" / job)
+    assert apart == (written_by == OTHER and starts_from != "run")
     if apart:  # after a restart of the same job
         save(Path(store.where), 7, **OWN)
         assert plan(tmp_path, *words, where=where, job=job)[0][1].path.endswith(
             f"{job}/step-00000007"
         )
-
-
-def test_what_was_never_written_to_its_end_is_no_later_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path / "kept", 5)
-    (save(tmp_path / "kept", 10) / "manifest.json").unlink()
-    own = f"checkpoint.dir={tmp_path}/kept"
-    asked = f"{tmp_path}/kept/step-00000005"
-    assert started_from(plan(tmp_path, f"checkpoint.resume={asked}", own)[0]) == asked
-    (tmp_path / "kept/step-00000005/manifest.json").unlink()
-    assert started_from(plan(tmp_path, "checkpoint.resume=never", own)[0]) == ""
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        ("{tmp}/nowhere", "checkpoint.resume: {tmp}/nowhere: no checkpoint there"),
-        (
-            "{tmp}/kept/step-00000099",
-            "checkpoint.resume: {tmp}/kept/step-00000099: no such checkpoint",
-        ),
-        ("{tmp}/broken/step-00000003", "step-00000003: model.safetensors is absent"),
-        ("{tmp}/broken", "no complete checkpoint in {tmp}/broken"),
-        ("never", "checkpoint.dir: {tmp}/kept has checkpoints of an earlier run (step-00000010)"),
-        ("{tmp}/kept/step-00000005", "also has the later step-00000010"),
-        ("ftp://host/x", "cannot read ftp:// addresses"),
-        ("gs://", "gs://: names no bucket; write gs://<bucket>/…"),
-    ],
-)
-def test_what_cannot_be_gone_on_from_is_refused_in_one_line(
-    tmp_path: Path, value: str, says: str
-) -> None:
-    save(tmp_path / "kept", 5)
-    save(tmp_path / "kept", 10)
-    (save(tmp_path / "broken", 3) / "model.safetensors").unlink()
-    own = tmp_path / ("kept" if value == "never" or "step-00000005" in value else "own")
-    with pytest.raises(UsageError) as caught:
-        plan(tmp_path, f"checkpoint.resume={value.format(tmp=tmp_path)}", f"checkpoint.dir={own}")
-    assert len(caught.value.problems) == 1
-    assert says.format(tmp=tmp_path) in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +248,7 @@ def test_another_run_is_refused_and_a_different_one_is_said(
         "params.weights=s3://a/w",
         "params.table=/t",
     ]
-    save(tmp_path / "checkpoints", 5, load(None, base).config)
+    save(tmp_path / "run", 5, load(None, base).config)
     start = plan(tmp_path)[0][1]
     assert start is not None
     lines: list[str] = []

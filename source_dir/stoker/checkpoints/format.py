@@ -24,13 +24,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from stoker.errors import CheckpointError, UsageError
 from stoker.storage.checkpoint_store import (
     FULL,
-    INCOMPLETE,
     MANIFEST,
     CheckpointStore,
     Manifest,
@@ -190,42 +188,17 @@ class Retention:
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Checkpoint → its metric, mode and value; empty within an epoch."""
     tell: Callable[[str], Any] = print
-    entry: Callable[[dict[str, Any]], Any] = itemgetter("monitored")
-    """By what a checkpoint of an earlier start competes, from its `meta`."""
     _told: bool = False
-    _incomplete: list[str] = field(default_factory=list)
-    """Left by earlier starts; removed once there is a new one."""
-    _unread: list[str] = field(default_factory=list)
-    """Of earlier starts, and not read so far, or could not be."""
 
-    def fill(self, upto: int) -> None:
-        """Add the complete ones of earlier starts up to the step resumed from.
+    def fill(self, upto: int, entries: dict[str, dict[str, Any] | None]) -> None:
+        """Add those of earlier starts up to the step resumed from; `entries`: by what epochs compete."""
+        for name in self.store.names():
+            if step_of(name) <= upto:
+                self._note(name, entries.get(name))
 
-        Only their manifests are read, because training waits for this.
-        """
-        self._unread = [name for name in self.store.names() if step_of(name) <= upto]
-        self.look_again()
-
-    def look_again(self) -> None:
-        """At those that could not be read before: one of them may be the best."""
-        names, self._unread = self._unread, []
-        for name in names:
-            try:
-                if not (problem := verify(self.store, name, whole=False)):
-                    saved = load_meta(self.store, name)
-                    competes = {"monitored": self.entry(saved.meta)}
-                    self._note(replace(saved, meta={**saved.meta, **competes}))
-            except OSError as error:
-                problem = " ".join(str(error).split())[:300]
-                self._unread.append(name)
-            if problem:
-                self.tell(f"checkpoint {name} does not compete for the model: {problem}")
-            if problem == INCOMPLETE:
-                self._incomplete.append(name)
-
-    def _note(self, saved: Checkpoint) -> None:
-        entry = saved.meta["monitored"] or {}
-        self.monitored[saved.name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
+    def _note(self, name: str, entry: dict[str, Any] | None) -> None:
+        entry = entry or {}
+        self.monitored[name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
 
     def best(self) -> list[str]:
         """The checkpoints kept for their metric, best first; of equals the lower loss, then the earlier."""
@@ -247,14 +220,12 @@ class Retention:
 
     def add(self, saved: Checkpoint) -> None:
         """Add a checkpoint or its new metadata, remove those no longer kept, and write best.json."""
-        self._note(saved)
+        self._note(saved.name, saved.meta["monitored"])
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
-        beyond = [name for name in self.monitored if name not in (*best, *newest)]
-        for name in [*self._incomplete, *beyond]:
-            self.monitored.pop(name, None)
+        for name in [name for name in self.monitored if name not in (*best, *newest)]:
+            del self.monitored[name]
             self._remove(name)
-        self._incomplete.clear()
         if best:
             first = self.monitored[best[0]]
             ranks = {name: self.monitored[name]["value"] for name in best}
@@ -276,25 +247,11 @@ class Retention:
                 )
 
 
-STILL_S = 900.0
-"""A wait for a write ends with an error after so long without progress."""
-PROGRESS_CPU_S = 0.1
-"""Progress is so much CPU time of the threads that write: of safetensors, SHA-256, `fsync` and uploads alike,
-for all of which the size of no file tells. Here, 1 GB took 0.03 s to sync and 1 s to hash. A thread that a
-stuck disk holds uses none."""
-TELL_S = 60.0
-POLL_S = 1.0
+WRITE_S = 1800.0
+"""Deadline of a write."""
+MEANWHILE_S = 60.0
 WORTH_SAYING_S = 0.5
 _NICENESS = 10
-_NAME = "checkpoint"
-
-
-def _writers_cpu_s() -> float:
-    import psutil
-
-    writers = [thread.native_id for thread in threading.enumerate() if thread.name == _NAME]
-    threads = psutil.Process().threads()
-    return sum(each.user_time + each.system_time for each in threads if each.id in writers)
 
 
 class Writer:
@@ -311,7 +268,7 @@ class Writer:
         """Write in the background, after the previous write, unless that one failed."""
         self.what = what
         args = (write, self.thread)
-        self.thread = threading.Thread(target=self._run, args=args, name=_NAME, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=args, name="checkpoint", daemon=True)
         self.thread.start()
 
     def make_room(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
@@ -333,26 +290,20 @@ class Writer:
             failure, self.failure = self.failure, None
             raise failure
 
-    def wait(self, still_s: float = STILL_S, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        """Wait as long as the write makes progress; call `meanwhile` and tell of it every minute."""
-        began = told = moved = time.monotonic()
-        spent_s = _writers_cpu_s()
+    def wait(
+        self, deadline_s: float = WRITE_S, meanwhile: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Wait until all is written; calls `meanwhile` every minute."""
+        until = time.monotonic() + deadline_s
         while self.thread is not None and self.thread.is_alive():
-            self.thread.join(min(POLL_S, still_s))
-            now, cpu_s = time.monotonic(), _writers_cpu_s()
-            if abs(cpu_s - spent_s) >= PROGRESS_CPU_S:
-                spent_s, moved = cpu_s, now
-            if now - moved > still_s and self.thread.is_alive():
+            self.thread.join(min(MEANWHILE_S, deadline_s))
+            if self.thread.is_alive() and time.monotonic() >= until:
                 self.thread = None  # nobody waits for it a second time
                 raise CheckpointError(
-                    f"{self.what}: not written, and no progress for {now - moved:.0f} s: {self.where} is"
-                    " stuck; check its disk or connection, then resume from the checkpoint before"
+                    f"{self.what}: not written within {deadline_s:.0f} s: {self.where} is stuck or too slow;"
+                    " check its disk or connection, then resume from the checkpoint before"
                 )
-            if now - told > TELL_S:
-                told = now
-                meanwhile()
-                if now - moved < TELL_S:
-                    self.tell(f"{self.what} is still being written, {now - began:.0f} s so far")
+            meanwhile()
         self.thread = None
         self.check()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from stoker.checkpoints.format import STILL_S
+from stoker.checkpoints.format import WRITE_S
 from stoker.config import redaction
 from stoker.config.loading import Resolved, resolved_yaml
 from stoker.config.places import CpuHostsConfig
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 STOP_SHARE = 0.75
 """After this share of the time until the place kills, the driver gives up a stop."""
-STOP_STILL_S, NOBODY_S = STILL_S + 60, 90.0
+STOP_STILL_S, NOBODY_S = WRITE_S + 60, 90.0
 """In other places it does after so long without progress, or without a train worker. The write of a
-checkpoint says every minute that it makes progress; without any it ends by itself, earlier than this."""
+checkpoint says nothing until it ends, earlier than this."""
 PROGRESS = (
     kinds.TrainWorkerStarted | kinds.StepLogged | kinds.PassEnded | kinds.EpochEnded
     | kinds.MetricsLogged | kinds.LoaderProgress | kinds.CheckpointWritten | kinds.ModelWritten

@@ -50,94 +50,28 @@ def open_store(where: str, synced: bool = False) -> CheckpointStore:
     from stoker.storage.filesystems import filesystem_of, takes_whole_files
 
     filesystem, path = filesystem_of(where)
-    if synced or "://" in where or takes_whole_files(Path(path)):
-        return CopyStore(where if "://" in where else path, synced, filesystem, path)
-    return FolderStore(Path(path))
+    copies = synced or "://" in where or takes_whole_files(Path(path))
+    path = path.rstrip("/") or "/"
+    return CheckpointStore(where if "://" in where else path, synced, filesystem, path, copies)
 
 
-class FolderStore:
-    """Checkpoints in a local or shared folder, newest first; drafts are renamed into place.
+@dataclass
+class CheckpointStore:
+    """Checkpoints in a folder or below a URI, newest first.
+
+    Drafts are made in the folder and renamed into place. If it `copies`, they are made on this host's disk and
+    copied file by file, the manifest last.
 
     All methods raise OSError if the storage cannot be reached, and FileNotFoundError for an absent file.
     """
 
-    synced = False
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.where = str(folder)
-        self._lock: int | None = None
-        """That of the folder of its draft."""
-
-    def names(self) -> list[str]:
-        if not self.folder.is_dir():
-            return []
-        return newest_first(path.name for path in self.folder.iterdir() if path.is_dir())
-
-    def content(self, file: str) -> bytes:
-        return (self.folder / file).read_bytes()
-
-    def digest(self, name: str, file: str) -> str:
-        return sha256(self.folder / name / file)
-
-    def draft(self) -> Path:
-        """In a folder of this writer, which that of the next draft removes once this one is gone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        sweep(self.folder, DRAFT)
-        work = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.folder))
-        self._lock = own(work)
-        (work / "draft").mkdir()
-        return work / "draft"
-
-    def discard(self, draft: Path) -> None:
-        shutil.rmtree(draft.parent, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def publish(self, draft: Path, name: str) -> None:
-        """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
-        for path in draft.iterdir():
-            sync(path)
-        # Each writer moves the previous one into its own folder; of two at once, the later one stays.
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                (self.folder / name).rename(draft.with_name(uuid.uuid4().hex))
-            try:
-                draft.rename(self.folder / name)
-                break
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        sync(self.folder)
-        self.discard(draft)
-
-    @contextlib.contextmanager
-    def local(self, name: str) -> Iterator[Path]:
-        yield self.folder / name
-
-    def remove(self, name: str) -> None:
-        (self.folder / name / MANIFEST).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder / name)
-
-    def write_note(self, file: str, content: str) -> None:
-        target = self.folder / file
-        draft = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
-        draft.write_text(content)
-        sync(draft)
-        draft.replace(target)
-
-    def free_text(self) -> str:
-        return disk_text(self.folder)
-
-
-class CopyStore:
-    """Storage to which checkpoints are copied file by file, the manifest last."""
-
-    def __init__(self, where: str, synced: bool, filesystem: Any, path: str) -> None:
-        self.where, self.synced = where, synced
-        self.filesystem, self.path = filesystem, path.rstrip("/")
+    where: str
+    synced: bool
+    filesystem: Any
+    path: str
+    copies: bool
+    _lock: int | None = None
+    """That of the folder of its draft."""
 
     def names(self) -> list[str]:
         from stoker.storage.filesystems import entries
@@ -150,11 +84,7 @@ class CopyStore:
             return bytes(stream.read())
 
     def digest(self, name: str, file: str) -> str:
-        total = hashlib.sha256()
-        with self.filesystem.open_input_stream(f"{self.path}/{name}/{file}") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                total.update(chunk)
-        return total.hexdigest()
+        return sha256(self.filesystem.open_input_stream(f"{self.path}/{name}/{file}"))
 
     @cached_property
     def _copies(self) -> Path:
@@ -164,18 +94,51 @@ class CopyStore:
         return folder
 
     def draft(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._copies))
+        """In a folder of this writer, which that of the next draft removes once this one is gone."""
+        if self.copies:
+            return Path(tempfile.mkdtemp(dir=self._copies))
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        sweep(Path(self.path), DRAFT)
+        work = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self.path))
+        self._lock = own(work)
+        (work / "draft").mkdir()
+        return work / "draft"
 
     def discard(self, draft: Path) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft if self.copies else draft.parent, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def publish(self, draft: Path, name: str) -> None:
-        """Replace what an earlier start left under this name; where nothing may be removed, overwrite it."""
+        """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
+        if self.copies:
+            self._copy(draft, f"{self.path}/{name}", name)
+        else:
+            self._rename(draft, Path(self.path, name))
+        self.discard(draft)
+
+    def _rename(self, draft: Path, target: Path) -> None:
+        for path in draft.iterdir():
+            sync(path)
+        # Each writer moves the previous one into its own folder; of two at once, the later one stays.
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(draft.with_name(uuid.uuid4().hex))
+            try:
+                draft.rename(target)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        sync(target.parent)
+
+    def _copy(self, draft: Path, folder: str, name: str) -> None:
+        """Replace what an earlier start left there; where nothing may be removed, overwrite it."""
         from pyarrow import fs
 
         with contextlib.suppress(OSError):
             self.remove(name)
-        folder = f"{self.path}/{name}"
         if isinstance(self.filesystem, fs.LocalFileSystem):
             self.filesystem.create_dir(folder, recursive=True)
         for info in self.filesystem.get_file_info(fs.FileSelector(folder, allow_not_found=True)):
@@ -192,22 +155,18 @@ class CopyStore:
                     target.write(chunk)
                     if source.tell() % _AHEAD_BYTES == 0:
                         target.flush()
-        self.discard(draft)
 
     @contextlib.contextmanager
     def local(self, name: str) -> Iterator[Path]:
+        """A folder of this host with the files of a checkpoint."""
         from pyarrow import fs
 
+        if not self.copies:
+            yield Path(self.path, name)
+            return
         folder = Path(tempfile.mkdtemp(dir=self._copies))
         try:
-            selector = fs.FileSelector(f"{self.path}/{name}")
-            for info in self.filesystem.get_file_info(selector):
-                if info.type == fs.FileType.File:
-                    # In this thread, by which a wait sees that it makes progress.
-                    copy = str(folder / info.base_name)
-                    fs.copy_files(
-                        info.path, copy, source_filesystem=self.filesystem, use_threads=False
-                    )
+            fs.copy_files(f"{self.path}/{name}", str(folder), source_filesystem=self.filesystem)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -224,17 +183,20 @@ class CopyStore:
             self.filesystem.delete_dir(folder)
 
     def write_note(self, file: str, content: str) -> None:
-        with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:
-            target.write(content.encode())
+        if self.copies:
+            with self.filesystem.open_output_stream(f"{self.path}/{file}") as stream:
+                stream.write(content.encode())
+            return
+        target = Path(self.path, file)
+        draft = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        draft.write_text(content)
+        sync(draft)
+        draft.replace(target)
 
     def free_text(self) -> str:
-        draft = disk_text(Path(tempfile.gettempdir()))
-        if draft.endswith(FULL):
-            return draft
+        if self.copies and (drafts := disk_text(Path(tempfile.gettempdir()))).endswith(FULL):
+            return drafts
         return "" if "://" in self.where else disk_text(Path(self.path))
-
-
-CheckpointStore = FolderStore | CopyStore
 
 
 def newest_first(names: Any) -> list[str]:
@@ -284,7 +246,10 @@ class Manifest:
 
     @classmethod
     def of(cls, draft: Path, meta: dict[str, Any]) -> Manifest:
-        return cls({path.name: sha256(path) for path in sorted(draft.iterdir())}, meta)
+        files = {
+            path.name: sha256(path.open("rb", buffering=0)) for path in sorted(draft.iterdir())
+        }
+        return cls(files, meta)
 
     @classmethod
     def read(cls, content: bytes) -> Manifest:
@@ -329,13 +294,13 @@ def verify(store: CheckpointStore, name: str, whole: bool = True) -> str | None:
     return None
 
 
-def sha256(path: Path) -> str:
+def sha256(opened: Any) -> str:
     """The SHA-256 of a file, in large chunks, since hashing releases the GIL only within one."""
     total = hashlib.sha256()
     # An anonymous mapping is returned to the system. Heap memory of a thread would stay with the process,
     # once per allocator arena, and every checkpoint has a new thread.
     with (
-        path.open("rb", buffering=0) as file,
+        opened as file,
         mmap.mmap(-1, _CHUNK_BYTES) as buffer,
         memoryview(buffer) as view,
     ):

@@ -7,12 +7,10 @@ made on the CPU from the saved weights, so device and training strategy do not m
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
 import math
-import os
 import pickle
 import shutil
 import tempfile
@@ -82,7 +80,7 @@ def refuse_absent(recipe: Recipe, batch: Batch) -> None:
         )
 
 
-def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
+def export_model(worker: Worker, folder: Path) -> None:
     """A failure is an event, which the head turns into the run's error: a restart would only fail again."""
 
     def tell(result: dict[str, Any]) -> None:
@@ -97,9 +95,7 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
         except Exception as error:
             text = f"export: no record could be read to compare with: {where_raised(error)}"
             worker.log(Note(text=text))
-    forms = wanted(worker.config)
-    with tempfile.TemporaryDirectory(prefix="stoker-export-") as elsewhere:
-        write_forms(worker.recipe, forms, example, folder, tell, elsewhere if mounted else None)
+    write_forms(worker.recipe, wanted(worker.config), example, folder, tell)
 
 
 def read_example(worker: Worker) -> Example | None:
@@ -163,14 +159,12 @@ def write_forms(
     example: Example | None,
     folder: Path,
     tell: Callable[[dict[str, Any]], Any],
-    elsewhere: str | None = None,
 ) -> None:
     """Each file appears in `folder` only after the comparison; a failure does not affect other formats."""
-    draft = Path(elsewhere or folder) / ".draft"
-    place = shutil.copyfile if elsewhere else os.replace
     results: list[dict[str, Any]] = []
     model: ExportModel | None = None
     for form in forms:
+        scratch = tempfile.TemporaryDirectory(prefix="stoker-export-")
         started, file = time.perf_counter(), FILES[form]
         result: dict[str, Any] = {
             "format": form,
@@ -179,38 +173,25 @@ def write_forms(
             "error": None,
         }
         try:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
             model = model or ExportModel(recipe, folder, example)
             if model.failure is not None and form == "safetensors":
                 result["note"] = why_not(recipe, model.failure)
             else:
                 result["batch_sizes"] = [*model.answers]
-                result["max_abs_diff"] = model.write(form, draft)
-            for path in draft.iterdir():
-                place(path, folder / path.name)
+                result["max_abs_diff"] = model.write(form, Path(scratch.name))
+            for path in Path(scratch.name).iterdir():
+                shutil.copyfile(path, folder / path.name)
             result["bytes"] = (folder / file).stat().st_size
         except Exception as error:
             cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
             result["error"] = f"{file}: {cause}"[:600]
+        scratch.cleanup()
         result["seconds"] = round(time.perf_counter() - started, 3)
         results.append(result)
         tell(result)
-    shutil.rmtree(draft, ignore_errors=True)
     about = json.loads((folder / "model.json").read_text())
-    others = [each for each in about.get("exports", ()) if each["format"] not in forms]
-    about |= (model.description() if model else {}) | {"exports": [*others, *results]}
+    about |= (model.description() if model else {}) | {"exports": results}
     (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
-
-
-def exports_of(folder: Path) -> dict[str, Any]:
-    """What `write_forms` has added to the description of a model."""
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / "model.json").read_text())
-        return {
-            key: about[key] for key in ("inputs", "outputs", "includes", "exports") if key in about
-        }
-    return {}
 
 
 class MismatchError(Exception):

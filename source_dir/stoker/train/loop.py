@@ -95,7 +95,7 @@ def train(settings: dict[str, Any]) -> None:
             keeper.write_model(Path(settings["model_dir"]))
             # Skip the export after an early stop: the instance may be reclaimed.
             if not asked:
-                export_model(worker, Path(settings["model_dir"]), settings["mounted"])
+                export_model(worker, Path(settings["model_dir"]))
                 # A stop that arrives later has nothing left to interrupt.
                 worker.log(kinds.Completed())
     finally:
@@ -204,7 +204,6 @@ def train_epoch(
     stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
     books = []
     if reached(worker) or not stop:
-        keeper.before_settling()
         books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"] if books[0]["whole"] else 0
         dropped = worker.config.data.remainder == "drop" and books[0]["whole"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import json
 import math
 import platform
@@ -38,7 +37,7 @@ from stoker.events.summary import finite
 from stoker.serve.accounting import ID_MODULUS
 from stoker.storage.checkpoint_store import CheckpointStore, name_of, open_store, step_of
 from stoker.train import strategies
-from stoker.train.export import FILES, exports_of
+from stoker.train.export import FILES
 from stoker.train.state import (
     Progress,
     Worker,
@@ -65,9 +64,9 @@ class CheckpointManager:
         config = worker.config
         self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
-        """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
-        has cut short stands there again once it is complete. `elsewhere`: trained by the run whose checkpoint
-        this one started from."""
+        """Epochs (epoch, step, metrics, monitored, books), for a resumed run; one that `train.max_steps` has
+        cut short stands there again once it is complete. `elsewhere`: trained by the run whose checkpoint this
+        one started from."""
         self.resumed: Checkpoint | None = None
         self.pending: dict[str, Any] | None = None
         """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
@@ -76,11 +75,10 @@ class CheckpointManager:
         self._last: Checkpoint | None = None
         self.writer = Writer(self._note, store.where)
         keep = config.checkpoint.keep, config.checkpoint.save_top_k
-        self.shelf = Retention(store, *keep, tell=self._note, entry=self._entry)
+        self.shelf = Retention(store, *keep, tell=self._note)
+        self._copier = strategies.Copier()
         self.run = secrets.token_hex(8)
         """Stands in its checkpoints, and stays through all its starts."""
-        self._copier = strategies.Copier()
-        self._position: Any = None
         learn_job(config.model_dump(mode="json"))
 
     @cached_property
@@ -110,7 +108,8 @@ class CheckpointManager:
             reason = strategies.from_rank(self.early_stopping.reason)
             self.early_stopping.reason = reason
         about = {"epoch": epoch, "step": self.worker.step, "books": books}
-        self.history.append({**about, "metrics": finite(metrics)})
+        by = monitored(self.worker.config, metrics)
+        self.history.append({**about, "metrics": finite(metrics), "monitored": by})
         self.take(progress or Progress(epoch + 1), metrics)
         return reason
 
@@ -136,12 +135,13 @@ class CheckpointManager:
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        self._position = None if validated else self._ask_position(progress, parts)
+        if not validated:
+            meta["position"] = self._position(progress, parts)
         if again:
-            write = partial(self._change, meta, self._position)
+            write = partial(self._change, meta)
         else:
             content = checkpoint_content(live, parts, meta, self._copier)
-            write = partial(self._write, content, self._position, time.perf_counter() - started)
+            write = partial(self._write, content, time.perf_counter() - started)
         self.writer.submit(f"the checkpoint of step {worker.step}", write)
 
     def _make_room(self) -> None:
@@ -150,11 +150,6 @@ class CheckpointManager:
             self.writer.make_room(meanwhile=lambda: strategies.from_rank(True))
         while strategies.from_rank(False):
             pass
-
-    def before_settling(self) -> None:
-        """Wait for the data position of the last checkpoint, before the books of its epoch are closed."""
-        if self._position is not None and not isinstance(self._position, dict):
-            ray.wait([self._position], timeout=CALL_TIMEOUT_S)
 
     def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
         worker, clock = self.worker, self.worker.clock
@@ -180,22 +175,26 @@ class CheckpointManager:
             **({"started": clock[0], "seconds": time.time() - clock[1]} if clock else {}),
         }
 
-    def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
-        worker = self.worker
+    def _position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
+        """Where the data continues; why records were bad are texts of exceptions, which may quote secrets."""
+        worker, at = self.worker, (progress.epoch, self.worker.feed_step)
         if progress.feed is None and progress.steps and self.resumed is not None:
             # Nothing was trained since the resume.
             return self.resumed.meta["position"]
         if progress.feed is None:
             # The books of the epoch are closed: the position is the start of the next epoch.
-            return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
+            at = progress.epoch - 1, 0
         ids = sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
-        return worker.coordinator.position.remote(
-            worker.attempt, progress.epoch, worker.feed_step, ids
-        )
+        call = worker.coordinator.position.remote(worker.attempt, *at, ids)
+        position = ray.get(call, timeout=CALL_TIMEOUT_S)
+        reasons = {
+            shard: {name: scrubbed(reason) for name, reason in those.items()}
+            for shard, those in position.get("quarantined", {}).items()
+        }
+        return {**position, "quarantined": reasons}
 
-    def _write(self, content: Content, position: Any, paused_s: float) -> None:
+    def _write(self, content: Content, paused_s: float) -> None:
         started, meta = time.perf_counter(), content.meta
-        meta["position"] = _arrived(position)
         saved = self._keep(checkpoint.save(self.store, content))
         self.worker.log(
             CheckpointWritten(
@@ -208,9 +207,7 @@ class CheckpointManager:
             )
         )
 
-    def _change(self, changes: dict[str, Any], position: Any = None) -> None:
-        if position is not None:
-            changes["position"] = _arrived(position)
+    def _change(self, changes: dict[str, Any]) -> None:
         if self._last is not None:
             self._keep(checkpoint.replace_meta(self._last, changes))
 
@@ -243,7 +240,9 @@ class CheckpointManager:
         if self.early_stopping and own:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and own:
-            self.shelf.fill(meta["step"])
+            of_this_run = [entry for entry in self.history if not entry.get("elsewhere")]
+            entries = {name_of(entry["step"]): self._entry(entry) for entry in of_this_run}
+            self.shelf.fill(meta["step"], entries)
         validate = self.pending["epoch"] if self.pending else None
         event = Resumed(
             epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate
@@ -254,11 +253,11 @@ class CheckpointManager:
             set_rng_state(ranks[worker.rank]["rng"], worker.device)
         return progress
 
-    def _entry(self, meta: dict[str, Any]) -> dict[str, Any] | None:
-        """By what a checkpoint competes now, if its epoch has that metric."""
-        before: dict[str, Any] | None = meta["monitored"] if self._is_own(meta) else None
+    def _entry(self, epoch: dict[str, Any]) -> dict[str, Any] | None:
+        """By what the checkpoint of an epoch competes now, if it has that metric."""
+        before: dict[str, Any] | None = epoch.get("monitored")
         with contextlib.suppress(UsageError):
-            return before and monitored(self.worker.config, meta["metrics"])
+            return before and monitored(self.worker.config, epoch["metrics"])
         return before
 
     def _is_own(self, meta: dict[str, Any]) -> bool:
@@ -275,14 +274,12 @@ class CheckpointManager:
             )
 
     def write_model(self, target: Path) -> None:
-        """In the writer's thread, which may take as long as it makes progress."""
+        """In the writer's thread, with its deadline."""
         self.writer.submit(f"the model in {target}", partial(self._write_model, target))
         self.writer.wait()
 
     def _write_model(self, target: Path) -> None:
-        worker = self.worker
-        self.shelf.look_again()
-        names = self.shelf.best()
+        worker, names = self.worker, self.shelf.best()
         best = checkpoint.newest_valid(self.store, self._note, names)
         chosen = best or self.newest() or self.resumed
         if chosen is None:
@@ -299,19 +296,14 @@ class CheckpointManager:
                 f"the best checkpoint, {names[0]}, cannot be read: the model is that of {chosen.name}"
             )
         target.mkdir(parents=True, exist_ok=True)
-        weights = target / checkpoint.WEIGHTS
         with chosen.store.local(chosen.name) as folder:
             averaged = (folder / checkpoint.EMA).is_file()
             source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
-            same = weights.is_file() and filecmp.cmp(source, weights, shallow=False)
-            exported = exports_of(target) if same else {}
-            listed = {each["path"] for each in exported.get("exports", ()) if not each["error"]}
-            for file in {*FILES.values()} - {weights.name, *listed}:  # of other weights
+            for file in FILES.values():  # of an earlier start
                 for each in (file, f"{file}.data"):
                     (target / each).unlink(missing_ok=True)
-            if not same:
-                # Not its times and mode, which mounted object storage does not have.
-                shutil.copyfile(source, weights)
+            # Not its times and mode, which mounted object storage does not have.
+            shutil.copyfile(source, target / checkpoint.WEIGHTS)
         where = {
             "checkpoint": chosen.name,
             "epoch": chosen.meta["epoch"] + 1,
@@ -324,7 +316,6 @@ class CheckpointManager:
             **where,
             **{key: chosen.meta[key] for key in ("samples", "metrics")},
             **({"classes": worker.classes} if worker.classes else {}),
-            **exported,
         }
         (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
         whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
@@ -341,18 +332,6 @@ class CheckpointManager:
 
 def rates(optimizer: Any) -> str:
     return ", ".join({f"{float(group['lr']):g}": 0 for group in optimizer.param_groups})
-
-
-def _arrived(position: Any) -> dict[str, Any]:
-    """The data position to write; why records were bad are texts of exceptions, which may quote secrets."""
-    there: dict[str, Any] = position
-    if not isinstance(position, dict):
-        there = ray.get(position, timeout=CALL_TIMEOUT_S)
-    reasons = {
-        shard: {name: scrubbed(reason) for name, reason in those.items()}
-        for shard, those in there.get("quarantined", {}).items()
-    }
-    return {**there, "quarantined": reasons}
 
 
 SMALLEST_SCALE = 2.0**-20
@@ -394,8 +373,7 @@ LOSSES = "the sum of the epoch's losses"
 def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
     """What must be finite on this rank, and whether it is; reads nothing from the device."""
     loss = torch.zeros(()) if progress.loss_sum is None else progress.loss_sum
-    names, sound = [LOSSES], [loss.isfinite().reshape(1)]
-    strict, buffers = list[Named](), list[Named]()
+    strict, buffers = [(LOSSES, loss)], list[Named]()
     models = {"weight": worker.model, "averaged weight": worker.ema and worker.ema.module}
     for kind, model in models.items():
         if model is not None:
@@ -405,17 +383,12 @@ def _verdicts(worker: Worker, progress: Progress) -> tuple[list[str], Any]:
     if worker.optimizer is not None:
         leaves = tree_flatten_with_path([*worker.optimizer.state.values()])[0]
         strict += [(f"optimiser state {keystr(path[1:])}", leaf) for path, leaf in leaves]
-    by_device: dict[Any, list[Named]] = {}
-    for name, tensor in _floats(strict):
-        by_device.setdefault(tensor.device, []).append((name, tensor))
-    for named in by_device.values():
-        names += [name for name, _ in named]
-        largest = torch._foreach_norm([tensor for _, tensor in named], float("inf"))
-        sound.append(torch.stack([value.double() for value in largest]).isfinite())
-    for name, tensor in _floats(buffers):
-        names.append(name)
-        sound.append((tensor.max() < math.inf).reshape(1))  # attention masks are buffers of -inf
-    return names, torch.cat([flags.to(worker.device) for flags in sound])
+    largest = partial(torch.linalg.vector_norm, ord=math.inf)
+    found = [(name, largest(tensor).isfinite()) for name, tensor in _floats(strict)]
+    # Attention masks are buffers of -inf.
+    found += [(name, tensor.max() < math.inf) for name, tensor in _floats(buffers)]
+    names, sound = zip(*found, strict=True)
+    return [*names], torch.stack([flag.to(worker.device) for flag in sound])
 
 
 Named = tuple[str, Any]

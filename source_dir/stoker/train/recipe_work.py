@@ -62,7 +62,6 @@ class RecipeWork:
             "resume": start and (start.store.where, start.store.synced, start.name),
             "service_job": self.place.job,
             "model_dir": str(self.place.model_dir),
-            "mounted": self.place.lasting is not None,
             "records": self.data.totals["train"],
             "has_val": "val" in self.data.totals,
             "sample": self.data.samples.get("val"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_with_path
 
 from stoker.errors import UsageError
 from stoker.recipe import SOURCE_FOLDER, Batch, load_object
@@ -202,44 +202,27 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
 
 
 class Copier:
-    """Copies tensors to CPU buffers and reuses these buffers.
-
-    Fresh memory costs page faults. Pinned memory, which a GPU copies into at full speed, costs far more
-    to allocate than to fill.
-    """
+    """Copies tensors to CPU buffers and uses these again: fresh memory costs page faults, and pinned memory,
+    which a GPU copies into at full speed, far more."""
 
     def __init__(self) -> None:
-        self.buffers: list[Any] = []
+        self.buffers: dict[Any, Any] = {}
 
     def copy(self, tree: Any) -> Any:
         """The same nesting with CPU tensors, which the next call overwrites."""
-        position = 0
-        on_gpu = False
-
-        def one(leaf: Any) -> Any:
-            nonlocal position, on_gpu
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            on_gpu |= leaf.is_cuda
-            buffer = self._buffer(position, leaf)
-            position += 1
-            return buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
-
-        copied = tree_map(one, tree)
-        del self.buffers[position:]
-        if on_gpu:
+        copied = tree_map_with_path(self._copy, tree)
+        if torch.cuda.is_available():
             # The next step changes the weights: finish the copies first.
             torch.cuda.synchronize()
         return copied
 
-    def _buffer(self, position: int, like: Any) -> Any:
-        if position < len(self.buffers):
-            found = self.buffers[position]
-            if found.shape == like.shape and found.dtype == like.dtype:
-                return found
-        made = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        self.buffers[position : position + 1] = [made]
-        return made
+    def _copy(self, path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        place, pinned = (path, leaf.shape, leaf.dtype), leaf.is_cuda
+        if place not in self.buffers:
+            self.buffers[place] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=pinned)
+        return self.buffers[place].copy_(leaf.detach(), non_blocking=pinned)
 
 
 def share_buffers(model: Any) -> None:
