@@ -90,7 +90,6 @@ def make(name: str) -> Any:
         "labels": torch.arange(12.0).reshape(3, 2, 2),
         "boxes": {"iou": 0.5, "iou/cl_1": 0.25, "iou/cl_7": 0.125, "iou_50": 1.0},
         "pairs": {(image, 0): torch.tensor(0.5) for image in range(101)},
-        "images": [torch.zeros(2)] * 101,
         "holes": torch.tensor([0.5, float("nan"), float("inf")]),
         "rates": torch.arange(6.0).reshape(3, 2),
         "found": {

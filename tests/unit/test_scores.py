@@ -142,7 +142,6 @@ NUMBERS = ["0", "1", "2"]
                 )
             ],
         ),
-        ("series", {}, [("/0", NUMBERS, ["value"], [[0], [1], [2]])]),
         ("long", {}, [("", [*map(str, range(150))], ["value"], [[n] for n in range(150)])]),
     ],
 )
@@ -157,7 +156,7 @@ def test_a_metric_is_a_number_a_vector_by_class_or_a_table(
 
 
 def test_what_cannot_be_shown_is_named_once_and_the_run_continues(tmp_path: Path) -> None:
-    kinds = ("text", "nothing", "empty", "complex", "huge", "pairs", "images")
+    kinds = ("text", "nothing", "empty", "complex", "huge", "pairs", "series")
     made = run(tmp_path, *kinds, "accuracy", epochs=2)
     assert len(last(made)) == 3
     notes = [event["text"] for event in made.head.of("note")]

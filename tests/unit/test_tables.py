@@ -16,7 +16,7 @@ import pytest
 from damage import checked, opened_job, preprocessed, read_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inprocess import Batches, batches, no_cluster, start
+from inprocess import no_cluster
 from pyarrow import parquet
 from whole_way import Way
 
@@ -294,15 +294,6 @@ def test_text_in_a_column_of_numbers_is_named_with_each_record(
     assert len(report.bad) == 2
     assert "'<' not supported between instances of 'str'" in report.bad[0].reason
     assert "(columns of text: rooms)" in report.bad[0].reason
-
-
-def test_text_that_reaches_the_model_is_told_with_the_column(
-    no_cluster: None, tmp_path: Path
-) -> None:
-    made = [{**batch, "x0": ["3", "n/a"], "x2": ["a", "b"]} for batch in batches([2])]
-    train = partial(Batches, batches=made)
-    run = start(tmp_path, train, has_val=False, train={"epochs": 1})
-    assert "but got list; the batch has text in the column x0, x2: convert it" in str(run.error)
 
 
 records = partial(read_all, records=3)

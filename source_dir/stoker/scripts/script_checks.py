@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from stoker.config.loading import Resolved
 from stoker.config.redaction import redact
@@ -43,22 +42,11 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
 
 
 def ignored_keys(resolved: Resolved) -> Iterator[str]:
-    """Keys that a script would not see; not the defaults that the whole `config.yaml` of an older run has."""
-    plain, whole = Config(), {"recipe", "seed", "export"} <= resolved.origins.keys()
-    for key, origin in resolved.origins.items():
+    """Keys that a script would not see."""
+    for key in resolved.origins:
         section, _, name = key.partition(".")
-        if for_scripts(section, name.split(".")[0], resolved.config.driver):
-            continue
-        from_file = origin not in ("command line", "arguments")
-        if not (whole and from_file and _at(resolved.config, key) == _at(plain, key)):
+        if not for_scripts(section, name.split(".")[0], resolved.config.driver):
             yield key
-
-
-def _at(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-    return value
 
 
 def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) -> Path:

@@ -27,7 +27,7 @@ from stoker.train import strategies
 from stoker.train.device import on_tensors
 from stoker.train.feed import as_one_batch
 from stoker.train.state import Worker, count_records, same_draws
-from stoker.train.step import autocast, naming_text
+from stoker.train.step import autocast
 from stoker.train.stopping import known
 
 
@@ -75,7 +75,7 @@ class Evaluation:
         worker = self.worker
         with evaluating(worker.modules["val"]) as module:
             batch = module(batch)
-        with autocast(worker), naming_text(batch):
+        with autocast(worker):
             result: Any = worker.recipe.validation_step(self.model, batch)
         if not isinstance(result, dict):
             raise UsageError(
@@ -222,36 +222,33 @@ class Scores:
             f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}"
         )
 
-    def _show(self, name: str, value: Any, series: bool = False) -> None:
-        """Add a metric's value: a number, a vector by class, or a table; `series`: of a tuple, as of a curve."""
+    def _show(self, name: str, value: Any) -> None:
+        """Add a metric's value: a number, a vector by class, or a table; of a dict, each part."""
         array = _as_array(value)
         if array is not None:
-            self._show_array(name, array, series)
-        elif not isinstance(value, Mapping | list | tuple):
+            self._show_array(name, array)
+        elif not isinstance(value, Mapping):
             self.notes.append(f"{name} is not shown: it is a {type(value).__name__}, not a number")
         elif len(value) > MOST_SCALARS:  # such as the IoU of each image, by (image, class)
             self.notes.append(
                 f"{name} is not shown: {len(value):,} parts are more than {MOST_SCALARS}"
             )
-        elif isinstance(value, Mapping):
-            for key, part in zip(_labels([*map(str, value)]), value.values(), strict=True):
-                self._show(f"{name}/{key}", part, series)
         else:
-            for number, part in enumerate(value):
-                self._show(f"{name}/{number}", part, series=True)
+            for key, part in zip(_labels([*map(str, value)]), value.values(), strict=True):
+                self._show(f"{name}/{key}", part)
 
-    def _show_array(self, name: str, array: Any, series: bool) -> None:
+    def _show_array(self, name: str, array: Any) -> None:
         if array.size == 1:
             self.values[name] = float(array.reshape(()))
         elif not array.size or array.size > MOST_CELLS:
             shape = " × ".join(f"{size:,}" for size in array.shape)
             reason = f"{shape} values are more than {MOST_CELLS:,}" if array.size else "it is empty"
             self.notes.append(f"{name} is not shown: {reason}")
-        elif array.shape == (len(self.classes),) and array.size <= MOST_SCALARS and not series:
+        elif array.shape == (len(self.classes),) and array.size <= MOST_SCALARS:
             for label, cell in zip(_labels(self.classes), array, strict=True):
                 self.values[f"{name}/{label}"] = float(cell)
         else:
-            by_class = {*array.shape} == {len(self.classes)} and not series
+            by_class = {*array.shape} == {len(self.classes)}
             axes = [
                 [*self.classes] if by_class else [*map(str, range(size))] for size in array.shape
             ]
@@ -279,14 +276,10 @@ def _as_array(value: Any) -> Any:
         if value.is_complex():
             return None
         return value.detach().to_dense().double().cpu().numpy()
-    parts = value if isinstance(value, list | tuple) else ()
-    if not all(isinstance(part, bool | int | float) for part in parts):
+    if isinstance(value, list | tuple):
         return None
-    try:
-        array = np.asarray(value)
-        return array.astype(np.float64) if array.dtype.kind in "biuf" else None
-    except (TypeError, ValueError):
-        return None
+    array = np.asarray(value)
+    return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
 @contextlib.contextmanager

@@ -42,22 +42,6 @@ def autocast(worker: Worker) -> Any:
     return torch.autocast(worker.device.type, dtype=getattr(torch, name))
 
 
-@contextlib.contextmanager
-def naming_text(batch: Batch) -> Iterator[None]:
-    """Add the columns of text in a batch to an error of a type that text may cause."""
-    try:
-        yield
-    except (AttributeError, TypeError, ValueError) as error:
-        texts = [n for n, v in batch.items() if isinstance(v, list) and v and isinstance(v[0], str)]
-        if texts:
-            named = f"the batch has text in the column {', '.join(texts)}"
-            error.args = (
-                f"{error}; {named}: convert it in the chain, or leave it out with stoker.data.Drop, if the"
-                " step cannot take it",
-            )
-        raise
-
-
 class Step:
     """The mechanics of a step; one object serves all steps of a run.
 
@@ -114,7 +98,7 @@ class Step:
     def loss_of(self, batch: Batch) -> Any:
         """The recipe's loss of a prepared batch; what else its step gives is not kept until backward."""
         worker = self.worker
-        with autocast(worker), naming_text(batch):
+        with autocast(worker):
             if self.smoothing:
                 result: Any = classification_loss(worker.model, batch, self.smoothing)
             else:
