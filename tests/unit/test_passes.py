@@ -12,9 +12,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -34,6 +34,7 @@ from stoker.serve.actor import Coordinator
 from stoker.serve.passes import Passes
 from stoker.serve.service import DataService
 from tests.refusals import refused
+from tests.waiting import until
 
 BLOCK = 4
 NAMES = map(str, count())
@@ -257,10 +258,13 @@ class Job:
         for own in self.taken:
             new, again = (sum((step[part] for step in own), list[int]()) for part in (0, 1))
             shares.append((len(new) + len(again), sum(new) % ID_MODULUS, len(again)))
-        done = (self.attempt, split, 0)
-        with ThreadPoolExecutor(len(shares)) as pool:
-            calls = [pool.submit(self.head.epoch_done, *done, *each) for each in enumerate(shares)]
-        return calls[0].result()
+        done, (first, *others) = (self.attempt, split, 0), enumerate(shares)
+        for other in others:
+            call = partial(self.head.epoch_done, *done, *other)
+            threading.Thread(target=call, daemon=True).start()
+        finished = self.head.attempt.open[split, 0].finished
+        until(lambda: len(finished) == len(others))
+        return self.head.epoch_done(*done, *first)
 
 
 class Worker:
