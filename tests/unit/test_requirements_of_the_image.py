@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -76,22 +74,30 @@ def plain_environment(**more: str) -> dict[str, str]:
     return kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | more
 
 
-def container(folder: Path, python: Path, wanted: str, index: Path) -> tuple[int, str]:
-    """`python train.py` in a container of that image: its exit code and the failure it leaves."""
-    code, base = folder / "code", folder / "ml"
-    without = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "source_dir" / "stoker", code / "stoker", ignore=without)
-    shutil.copy2(ROOT / "source_dir" / "train.py", code)
-    (code / "requirements.txt").write_text(wanted)
-    (base / "input" / "config").mkdir(parents=True)
-    resource = {"current_host": "algo-1", "hosts": ["algo-1"], "current_group_name": "gpu"}
-    (base / "input" / "config" / "resourceconfig.json").write_text(json.dumps(resource))
+ENSURE = """
+import sys
+from pathlib import Path
+from stoker.hosts.requirements import InstallError, ensure, versions
+try:
+    print(ensure(Path(sys.argv[1])), versions("goes_along"))
+except InstallError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def ensured(
+    folder: Path, image: Path, wanted: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A host of that image installs requirements, before anything else."""
+    (folder / "requirements.txt").write_text(f"{wanted}\n")
+    path = f"{ROOT / 'source_dir'}:{folder}"
     done = subprocess.run(
-        [python, "train.py"], cwd=code, timeout=120, capture_output=True, text=True,
-        env=plain_environment(SAGEMAKER_BASE_DIR=str(base), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index)),
+        [image, "-c", ENSURE, folder], timeout=120, capture_output=True, text=True,
+        env=plain_environment(PYTHONPATH=path, PIP_RETRIES="0", **variables),
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, (base / "output" / "failure").read_text()
+    return done
 
 
 def installed(python: Path, name: str) -> str:
@@ -106,39 +112,23 @@ def installed(python: Path, name: str) -> str:
     ("wanted", "exit_code", "says"),
     [
         ("torch==1.0", 2, "torch==1.0 would replace the image's torch 2.15.0+cu130"),
-        (
-            *("torch @ file:///torch.whl\ngoes_along", 2),
-            "torch @ file:///torch.whl would replace the image's torch",
-        ),
+        ("torch @ file:///x.whl\ngoes_along", 2, "torch @ file:///x.whl would replace the image's"),
         ("wantsold", 1, "wantsold 1.0 depends on torch<2"),
     ],
 )
 def test_a_requirement_that_would_replace_the_images_torch_is_refused(
     tmp_path: Path, image: Path, index: Path, wanted: str, exit_code: int, says: str
 ) -> None:
-    code, failure = container(tmp_path, image, f"{wanted}\n", index)
-    assert (code, installed(image, "torch")) == (exit_code, "2.15.0+cu130")
-    assert says in failure and "\n" not in failure
+    done = ensured(tmp_path, image, wanted, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index))
+    assert (done.returncode, installed(image, "torch")) == (exit_code, "2.15.0+cu130")
+    assert says in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_what_the_image_lacks_gets_the_staged_versions(
     tmp_path: Path, image: Path, index: Path
 ) -> None:
-    (tmp_path / "requirements.txt").write_text("goes_along\n")
     (tmp_path / requirements.CONSTRAINTS).write_text("helper==1.0\n")
-    script = "import sys, pathlib; from stoker.hosts.requirements import *;"
-    script += "print(ensure(pathlib.Path(sys.argv[1])), versions('goes_along'))"
-    where = {
-        "PYTHONPATH": str(ROOT / "source_dir"),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(index),
-    }
-    done = subprocess.run(
-        [image, "-c", script, tmp_path],
-        capture_output=True,
-        text=True,
-        env=plain_environment(**where),
-    )
+    done = ensured(tmp_path, image, "goes_along", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index))
     assert done.returncode == 0, done.stderr
     assert installed(image, "helper") == "1.0", "and not the newest"
     assert installed(image, "torch") == "2.15.0+cu130"
@@ -174,6 +164,7 @@ def private_index(package: Path, login: str) -> Iterator[str]:
         yield address.removeprefix("http://")
 
 
+ARN = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
 BOTO3 = """
 def client(service, region_name):
     assert (service, region_name) == ("codeartifact", "eu-west-1")
@@ -196,19 +187,7 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
 ) -> None:
     name = "private_" + "".join(letter for letter in how.lower() if letter.isalpha())
     package = wheel(tmp_path / "wheel", name, "1.0")
-    variables = {"PYTHONPATH": f"{ROOT / 'source_dir'}:{tmp_path}"}
-    if how == "CodeArtifact":
-        arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
-        variables["CA_REPOSITORY_ARN"] = arn
-
-    def install(wanted: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "requirements.txt").write_text(f"{wanted}\n")
-        script = "import sys, pathlib; from stoker.hosts.requirements import ensure;"
-        script += "print(ensure(pathlib.Path(sys.argv[1])))"
-        environment = plain_environment(PIP_RETRIES="0", **variables)
-        command = [image, "-c", script, tmp_path]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
+    variables = {"CA_REPOSITORY_ARN": ARN} if how == "CodeArtifact" else {}
     with private_index(package, "aws:hidden-token") as place:
         (tmp_path / "boto3.py").write_text(BOTO3.replace("PLACE", place))
         folder = tmp_path / "script" if "script" in how else tmp_path
@@ -216,24 +195,17 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
         if how != "CodeArtifact":
             address = f"http://aws:hidden-token@{place}/packages/"
             (folder / "pip.conf").write_text(f"[global]\nindex-url = {address}\n")
-        done = install(name)
+        done = ensured(tmp_path, image, name, **variables)
         assert (done.returncode, installed(image, name)) == (0, "1.0"), done.stderr
         assert "hidden-token" not in done.stdout + done.stderr
-        failed = install(f"{name}==2.0")
+        failed = ensured(tmp_path, image, f"{name}==2.0", **variables)
         assert f"cannot install {name}==2.0" in failed.stderr
         assert "hidden-token" not in failed.stdout + failed.stderr
 
 
 def test_with_wheels_no_index_is_asked(tmp_path: Path, image: Path) -> None:
     wheel(tmp_path / "wheels", "brought", "1.0")
-    (tmp_path / "requirements.txt").write_text("brought\n")
-    script = "import sys, pathlib; from stoker.hosts.requirements import ensure;"
-    script += "ensure(pathlib.Path(sys.argv[1]))"
-    arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
-    variables = plain_environment(PYTHONPATH=str(ROOT / "source_dir"), CA_REPOSITORY_ARN=arn)
-    done = subprocess.run(
-        [image, "-c", script, tmp_path], capture_output=True, text=True, env=variables
-    )
+    done = ensured(tmp_path, image, "brought", CA_REPOSITORY_ARN=ARN)
     assert (done.returncode, installed(image, "brought")) == (0, "1.0"), done.stderr
 
 

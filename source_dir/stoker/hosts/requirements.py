@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,46 +52,45 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     so that all hosts install the same. Without `install`, missing ones are an error. Returns those that were
     missing, as written in the file.
     """
-    file, staged = folder / "requirements.txt", folder / CONSTRAINTS
-    wanted = _requirements(file.read_text(encoding="utf-8") if file.is_file() else "")
-    absent = [line for line, requirement in wanted if not _satisfied(requirement)]
+    file, staged, pins = folder / "requirements.txt", folder / CONSTRAINTS, image_pins()
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    absent = unsatisfied(text)
     if not absent:
         return []
     if not install:
         raise ConflictError(
-            f"requirements.txt: {', '.join(absent)} not installed for {sys.executable} on this host; install"
-            " the job's requirements in the environment that its hosts use"
+            f"requirements.txt: {', '.join(absent)} not installed for {sys.executable} on this host;"
+            " install them in the environment that the job's hosts use"
         )
-    wheels, pip_conf, pins = _beside(folder, "wheels"), _beside(folder, "pip.conf"), image_pins()
-    for line, requirement in wanted:
+    for line, requirement in _requirements(text):
         has = pins.get(canonical(requirement.name))
         # pip lets a file of the same version replace the image's
         if has and (requirement.url or not _fits(requirement)):
             raise ConflictError(
-                f"requirements.txt: {line} would replace the image's {requirement.name} {has}: what fits the"
-                " image's drivers and the other hosts is kept; require a version that works with it, or"
-                " choose another image"
+                f"requirements.txt: {line} would replace the image's {requirement.name} {has}; require"
+                " a version that works with it, or choose another image"
             )
     constraints = [f"{name}=={version}" for name, version in pins.items()]
-    where, environment = ["--no-index", "--find-links", str(wheels)], dict(os.environ)
-    if not wheels.exists():
-        where = []
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
+    environment = os.environ | {
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+    }
+    if (wheels := _beside(folder, "wheels")).exists():
+        command += ["--no-index", "--find-links", str(wheels)]
+    else:
         environment |= _code_artifact(os.environ.get(REPOSITORY_VARIABLE, ""))
         given = _requirements(staged.read_text(encoding="utf-8")) if staged.is_file() else []
         constraints += [line for line, one in given if not installed(one.name)]
-    if pip_conf.exists():
+    if (pip_conf := _beside(folder, "pip.conf")).exists():
         environment["PIP_CONFIG_FILE"] = str(pip_conf)
-    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
-    what = f"requirements.txt: cannot install {', '.join(absent)} from"
-    what += " wheels/" if wheels.exists() else " the package index"
+    what = f"requirements.txt: cannot install {', '.join(absent)}"
     with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as pinned:
         pinned.write("\n".join(constraints) + "\n")
         pinned.flush()
-        command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off"]
-        command += [*where, "-r", str(file), "-c", pinned.name]
         try:
             done = subprocess.run(
-                command,
+                [*command, "-r", str(file), "-c", pinned.name],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -142,36 +140,28 @@ def unsatisfied(text: str) -> list[str]:
 
 
 def _satisfied(requirement: Any) -> bool:
-    return all(map(_fits, _closure([requirement], whole=False)))
+    if not _fits(requirement):
+        return False
+    needs = [_parse(line) for line in metadata.requires(requirement.name) or []]
+    optional = [need for need in needs if not _applies(need)]
+    return all(_fits(n) for n in optional if any(_applies(n, e) for e in requirement.extras))
 
 
+@functools.cache
 def versions(text: str) -> dict[str, str]:
-    """Installed versions of a requirements file's packages and their dependencies.
+    """Installed versions of a requirements file's packages, of the image's and of what these can use.
 
     Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
-    roots = [requirement for _, requirement in _requirements(text)]
-    roots += map(_parse, OF_THE_IMAGE)
-    found = {canonical(each.name): installed(each.name) for each in _closure(roots, whole=True)}
-    return {name: version.partition("+")[0] for name, version in found.items() if version}
-
-
-def _closure(roots: list[Any], whole: bool) -> Iterator[Any]:
-    """Requirements and what their extras need, or if `whole`, whatever they need."""
-    waiting, seen = list(roots), set()
+    found: dict[str, str] = {}
+    waiting = [*(requirement.name for _, requirement in _requirements(text)), *OF_THE_IMAGE]
     while waiting:
-        requirement = waiting.pop()
-        yield requirement
-        key = (name := canonical(requirement.name), frozenset(requirement.extras))
-        if key in seen or not installed(name) or (whole and name in OF_TORCH):
-            continue
-        seen.add(key)
-        for needed in map(_parse, metadata.requires(name) or []):
-            plain = _applies(needed)
-            by_extra = any(_applies(needed, extra) for extra in requirement.extras)
-            needs = whole if plain else by_extra
-            if needs:
-                waiting.append(needed)
+        name = canonical(waiting.pop())
+        if name not in found and (version := installed(name)):
+            found[name] = version.partition("+")[0]
+            needs = [] if name in OF_TORCH else metadata.requires(name) or []
+            waiting += [_parse(line).name for line in needs]
+    return found
 
 
 def _requirements(text: str) -> list[tuple[str, Any]]:
@@ -222,17 +212,12 @@ def at_least(version: str, oldest: str) -> bool:
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
-    texts = [
-        f"{name} {here.get(name, '(absent)')} here, {on_head.get(name, '(absent)')} on the head"
-        for name in sorted({*here, *on_head})
-        if here.get(name) != on_head.get(name)
+    """The packages whose versions differ, three at most; empty if none do."""
+    other = [name for name in sorted({*here, *on_head}) if here.get(name) != on_head.get(name)]
+    found = [
+        (name, here.get(name, "(absent)"), on_head.get(name, "(absent)")) for name in other[:3]
     ]
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + more
-
-
-_versions_here = functools.cache(versions)
-"""The installed packages do not change while the launcher runs."""
+    return "; ".join(f"{name} {own} here, {head} on the head" for name, own, head in found)
 
 
 def constraint_lines(text: str, given: str = "") -> list[str]:
@@ -241,5 +226,5 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
     Torch's packages are left out: those of the image fit its CUDA.
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
-    here = {name: f"{name}=={version}" for name, version in _versions_here(text).items()}
+    here = {name: f"{name}=={version}" for name, version in versions(text).items()}
     return [line for name, line in sorted((here | own).items()) if name not in OF_TORCH]
