@@ -39,9 +39,9 @@ class Job:
             self.now += 1
             produced = (self.own + self.each * self.hosts) / self.cost_s
             trained = min(self.rate, produced)
-            self.scaler.made(trained, trained * self.cost_s)
+            self.scaler.blocks.add(trained, trained * self.cost_s)
             if trained:
-                self.scaler.stepped(trained, 1.0, 1.0 - trained / self.rate)
+                self.scaler.steps.add(trained, 1.0, 1.0 - trained / self.rate)
             if reason := self.scaler.look(self.now, self.own, [self.each] * self.hosts, ended):
                 self.requests.append((self.now, self.scaler.count))
                 self.reasons.append(reason)
@@ -66,7 +66,7 @@ def model(job: Job, options: CpuHostsConfig) -> int:
     return cheapest_count(Workload(job.cost_s, job.rate * target), shape, options.max)
 
 
-@pytest.mark.parametrize("rate", [50, 130, 300, 700])
+@pytest.mark.parametrize("rate", [39, 50, 130, 300, 700])
 def test_the_request_reaches_the_models_number_within_a_minute(rate: float) -> None:
     options = CpuHostsConfig(max=16)
     job = Job(Scaler(options), rate, cost_s=0.05)
@@ -75,12 +75,7 @@ def test_the_request_reaches_the_models_number_within_a_minute(rate: float) -> N
     assert len(job.requests) <= 2, "one host first, then the rest"
     job.run(600)
     assert len(job.requests) <= 2, "a job that does not change changes no request"
-
-
-def test_a_run_that_waits_for_nothing_requests_nothing() -> None:
-    job = Job(Scaler(CpuHostsConfig(max=8)), rate=39, cost_s=0.05)
-    job.run(600)
-    assert job.requests == []
+    assert bool(job.requests) == (rate > 40), "a run that waits for nothing requests nothing"
 
 
 def test_a_need_that_changes_twice_changes_the_request_twice() -> None:
@@ -126,9 +121,6 @@ def test_a_host_that_costs_more_than_it_saves_is_not_requested() -> None:
         found[options.usd_per_hour] = job.hosts
         assert job.hosts == model(job, options)
     assert found[0.1] == 3 and found[9.0] == 0
-    job = Job(Scaler(cheap), rate=300, cost_s=0.05)
-    job.run(120)
-    assert "per 1M records" in job.reasons[-1]
 
 
 def test_the_bounds_hold() -> None:
@@ -150,22 +142,6 @@ def test_without_any_other_cpu_the_first_host_is_requested_at_once() -> None:
     job.rate = 10
     job.run(200)
     assert job.hosts == 1, "the last one stays"
-
-
-def test_hosts_leave_when_everything_is_preprocessed() -> None:
-    job = Job(Scaler(CpuHostsConfig(max=16)), rate=300, cost_s=0.05)
-    job.run(100)
-    job.run(1, ended=True)
-    assert job.scaler.count == 0 and job.reasons[-1] == "all records of the run are preprocessed"
-
-
-def test_hosts_that_never_join_are_reported() -> None:
-    job = Job(Scaler(CpuHostsConfig(max=8)), rate=300, cost_s=0.05, start_s=1e9)
-    job.run(250)
-    assert not job.scaler.missing(job.now)
-    job.run(100)
-    assert job.scaler.missing(job.now) == 1
-    assert not job.scaler.missing(job.now), "once per deadline"
 
 
 TRAINS = ChainHost("g", 2, trains=True, name="gpu-1")
@@ -264,11 +240,11 @@ def test_training_and_blocks_are_measured_once_and_without_the_start() -> None:
         step(21, 1, 176, 1.1, 10.0),
     ):
         cluster.elastic.stepped(each)
-    assert cluster.scaler._steps.sums() == pytest.approx((368, 2.5, 0.6))
+    assert cluster.scaler.steps.sums() == pytest.approx((368, 2.5, 0.6))
     for split, records, seconds in (("train", 100, 4.0), ("val", 50, 1.0), ("val", 50, 1.0)):
         cluster.costs[split].records, cluster.costs[split].seconds = records, seconds
         cluster.staying(TRAINS)
-    assert cluster.scaler._blocks.sums() == (150, 5.0, 0.0)
+    assert cluster.scaler.blocks.sums() == (150, 5.0, 0.0)
 
 
 def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:

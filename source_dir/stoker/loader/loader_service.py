@@ -465,7 +465,7 @@ class LoaderService(DataService):
                     # Batches that another rank has made cost this one nothing.
                     pass_ = self.attempt.passes.get(key) if self.attempt else None
                     made = batches * (pass_.share.made_share if pass_ else 1.0)
-                    scaler.stepped(made, seconds / at_once, late_s / at_once)
+                    scaler.steps.add(made, seconds / at_once, late_s / at_once)
             notes = list(self.notes)
             self.notes.clear()
             pass_ = self.attempt.passes.get(key) if self.attempt else None

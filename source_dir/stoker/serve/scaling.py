@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from stoker.config.places import CpuHostsConfig
 from stoker.events.kinds import CpuHostsRequested, Event, HostsClosing, Note, StepLogged
-from stoker.figures import count_of
 from stoker.ray_compat import HostRequest
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.pool import ChainHost
-from stoker.sizing.model import ClusterShape, Workload, cheapest_count, cost_with
+from stoker.sizing.model import ClusterShape, Workload, cheapest_count
 
 GROW_AFTER_S = 5.0
 """How long more hosts must be wanted before the request changes: an epoch's end lasts seconds."""
@@ -25,7 +24,6 @@ SPARE = 0.1
 """A host is released only if training that is faster by this share would not need it either, so that
 measurement noise around a whole number of hosts does not make the request flap."""
 TRAINING_S, PRODUCTION_S = 10.0, 30.0
-JOIN_DEADLINE_S = 300.0
 RENEW_S, EXPIRES_S = 10.0, 60.0
 """Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
 
@@ -43,8 +41,7 @@ class Window:
             self.entries.popleft()
 
     def sums(self) -> tuple[float, float, float]:
-        columns = zip(*self.entries, strict=True) if self.entries else ((), (), ())
-        count, seconds, late_s = map(sum, columns)
+        count, seconds, late_s = map(sum, zip((0.0, 0.0, 0.0), *self.entries, strict=True))
         return count, seconds, max(0.0, late_s)
 
 
@@ -54,21 +51,13 @@ class Scaler:
 
     def __init__(self, options: CpuHostsConfig) -> None:
         self.options, self.count = options, options.min
+        self.steps, self.blocks = Window(TRAINING_S), Window(PRODUCTION_S)
+        """Training steps, which waited some of their seconds for preprocessing; blocks, whose seconds of chain
+        workers include reading, so that slow storage counts as well."""
         self._cpus = 0
         """Of one CPU host; 0: unknown until the first has joined."""
-        self._steps, self._blocks = Window(TRAINING_S), Window(PRODUCTION_S)
         self._since: tuple[bool, float] | None = None
         """Whether more or fewer hosts have been wanted, and since when."""
-        self._asked: float | None = None
-        """When hosts were requested that have not joined yet."""
-
-    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
-        """Add training steps of all train workers, which waited `late_s` of `seconds` for preprocessing."""
-        self._steps.add(samples, seconds, late_s)
-
-    def made(self, records: float, seconds: float) -> None:
-        """Add blocks; `seconds` of chain workers include reading, so that slow storage counts as well."""
-        self._blocks.add(records, seconds)
 
     def look(self, now: float, own: int, joined: list[int], ended: bool = False) -> str:
         """Change `count`, if that is due at `time.monotonic()`; why, else empty.
@@ -80,37 +69,39 @@ class Scaler:
             ended: whether all records of the run are preprocessed.
         """
         self._cpus = max(joined, default=self._cpus)
-        self._asked = None if len(joined) >= self.count else self._asked or now
         wanted, reason = self._wanted(own, ended)
         more = wanted > self.count
         if wanted == self.count:
             self._since = None
-        elif self._since is None or self._since[0] != more:
-            self._since = more, now
-        at_once = ended or not own + sum(joined) + self.count
-        wait_s = 0.0 if at_once else GROW_AFTER_S if more else self.options.release_after_s
-        if self._since is None or now - self._since[1] < wait_s:
             return ""
-        self.count, self._since, self._asked = wanted, None, None
+        if self._since is None or self._since[0] != more:
+            self._since = more, now
+        at_once = ended or not own + self.count
+        wait_s = 0.0 if at_once else GROW_AFTER_S if more else self.options.release_after_s
+        if now - self._since[1] < wait_s:
+            return ""
+        self.count, self._since = wanted, None
         return reason
 
-    def missing(self, now: float) -> int:
-        late = self._asked is not None and now - self._asked > JOIN_DEADLINE_S
-        self._asked = now if late else self._asked
-        return self.count if late else 0
-
     def _wanted(self, own: int, ended: bool) -> tuple[int, str]:
-        low, high, target = self.options.min, self.options.max, self.options.target_wait_pct / 100
-        samples, seconds, late_s = self._steps.sums()
-        records, cpu_s, _ = self._blocks.sums()
+        samples, seconds, late_s = self.steps.sums()
+        records, cpu_s, _ = self.blocks.sums()
         if ended:
-            return low, "all records of the run are preprocessed"
+            return self.options.min, "all records of the run are preprocessed"
         if not seconds or not records:  # without any CPU nothing would ever be measured
-            first = max(low, min(1, high))
-            return self.count if own or self.count else first, "no other host can preprocess"
-        rate, late = samples / max(seconds - late_s, 1e-6) * (1 - target), late_s / seconds
-        price, rest = self.options.usd_per_hour, self.options.rest_usd_per_hour
+            return self.count if own else max(self.count, 1), "no other host can preprocess"
+        late, target = late_s / seconds, self.options.target_wait_pct / 100
+        rate = samples / max(seconds - late_s, 1e-6) * (1 - target)
         work = Workload(max(cpu_s / records, 1e-9), gpu_samples_per_s=rate)
+        wanted = self._cheapest(work, own)
+        if late <= target or wanted <= self.count:
+            spare = self._cheapest(replace(work, gpu_samples_per_s=rate * (1 + SPARE)), own)
+            wanted = max(self.options.min, min(spare, self.count))
+        need = f"{rate:.0f} records/s, of which a CPU preprocesses {1 / work.cpu_s:.1f}"
+        return wanted, f"training waits {100 * late:.0f} % of the time; it needs {need}"
+
+    def _cheapest(self, work: Workload, own: int) -> int:
+        price, rest = self.options.usd_per_hour, self.options.rest_usd_per_hour
         shape = ClusterShape(
             gpu_host_cpus=own,
             cpu_host_cpus=self._cpus or max(own, 1),
@@ -118,28 +109,9 @@ class Scaler:
             # Without prices a host costs nearly nothing, so only speed counts.
             cpu_host_usd_per_hour=1e-9 if price is None else price,
         )
-        wanted = self._cheapest(work, shape)
-        if late <= target or wanted <= self.count:
-            spare = self._cheapest(replace(work, gpu_samples_per_s=rate * (1 + SPARE)), shape)
-            wanted = max(low, min(spare, self.count))
-        reason = (
-            f"training waits {100 * late:.0f} % of the time for preprocessing; it needs {rate:.0f} records/s, a"
-            f" CPU preprocesses {1 / work.cpu_s:.1f}"
-        )
-        if not self._cpus:
-            return wanted, f"{reason}; one host first, to see how many CPUs it has"
-        have = count_of(own + wanted * self._cpus, "CPU")
-        reason += f": {have} with {count_of(wanted, 'CPU host')}"
-        if price is not None:
-            before, after = (cost_with(work, shape, n) for n in (self.count, wanted))
-            reason += f"; ${after:.2f} instead of ${before:.2f} per 1M records"
-        return wanted, reason
-
-    def _cheapest(self, work: Workload, shape: ClusterShape) -> int:
-        found = cheapest_count(work, shape, self.options.max)
-        if self._cpus or not found:
-            return max(found, 0 if shape.gpu_host_cpus else 1)
-        return 1  # its CPUs tell how many more are needed
+        found = max(cheapest_count(work, shape, self.options.max), 0 if own else 1)
+        # The CPUs of the first host tell how many more are needed.
+        return found if self._cpus else min(found, 1)
 
 
 class Elastic:
@@ -178,7 +150,7 @@ class Elastic:
             samples, seconds = samples - before.epoch_samples, seconds - before.elapsed_s
         # Terms are means since the previous event.
         late = terms["wait_production"] / (sum(terms.values()) or 1.0)
-        self.scaler.stepped(samples, seconds, late * seconds)
+        self.scaler.steps.add(samples, seconds, late * seconds)
 
     def send(self, now: float) -> None:
         """Send or renew the request; the service's lock is not held."""
@@ -218,7 +190,7 @@ class Elastic:
         records = sum(each.records for each in self._chain.values())
         seconds = sum(each.seconds for each in self._chain.values())
         if records > self._made[0]:
-            scaler.made(records - self._made[0], seconds - self._made[1])
+            scaler.blocks.add(records - self._made[0], seconds - self._made[1])
         self._made = records, seconds
         slots = {host.node: host.slots for host in hosts if host.scaled}
         self._joined = [*dict.fromkeys([n for n in self._joined if n in slots] + [*slots])]
@@ -227,12 +199,6 @@ class Elastic:
         if reason := scaler.look(now, own, used, ended):
             self._sent = -RENEW_S
             self._event(CpuHostsRequested(count=scaler.count, reason=reason))
-        if missing := scaler.missing(now):
-            text = (
-                f"requested {missing} CPU hosts, but only {len(self._joined)} have joined: does the cluster"
-                " have an autoscaler, a node type with cluster.cpu_hosts.resource, and capacity?"
-            )
-            self._event(Note(text=text))
         # The last hosts leave first: they have cached least.
         unneeded = [node for node in self._joined[scaler.count :] if node not in bound]
         self.closing |= {*unneeded}
