@@ -16,7 +16,7 @@ ORIGINS_FILE = "job.origins.json"
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
 """In the staged source: the token of the job's Ray cluster."""
 STOP_FILE = "stop.requested"
-"""In the run directory: a stop was requested. Local jobs write it themselves; on Slurm `stoker stop` does."""
+"""In a run directory of Slurm: `stoker stop` has requested a stop."""
 LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"
 """Ray clusters: a folder of object storage that all hosts mount, for the checkpoints and the model; the run
 directory is then on the head's disk."""

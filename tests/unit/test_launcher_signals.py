@@ -6,9 +6,11 @@ Ctrl-C in a terminal: tests/e2e/test_a_run_under_way.py.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,8 @@ def stop(number, frame):
     print("the job writes a checkpoint", flush=True)
     time.sleep(0.5)
     sys.exit(143)
-signal.signal(signal.SIGTERM, stop)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, stop)
 print("the job trains", flush=True)
 while True:
     time.sleep(0.05)
@@ -48,18 +51,22 @@ sys.exit(local.submit(local.plan(job)).wait())
 
 
 @pytest.mark.long
-def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_waited_for(
-    tmp_path: Path,
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_signal_reaches_the_job_once_and_its_checkpoint_is_waited_for(
+    number: int, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:
+    """Whether it is sent to the launcher alone, as by `kill`, or to its group, as by a terminal."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "launcher")},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "the job trains\n"
-    process.terminate()
+    send(process.pid, number)
     rest, _ = process.communicate(timeout=60)
     assert rest == "the job writes a checkpoint\n", "once"
     assert process.returncode == 143

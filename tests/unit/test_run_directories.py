@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -26,7 +25,6 @@ from stoker_launcher import notebook, run_directory
 from stoker_launcher.job import Job, Project, open_job
 from stoker_launcher.places import attach, local, place_named
 from tests.command_line import type_command
-from tests.waiting import until
 
 JOB = "name: tab\nrecipe: rows:Counting\n"
 ROWS = (Path(__file__).parents[1] / "recipes" / "rows.py").read_text()
@@ -238,44 +236,3 @@ def test_a_users_own_latest_stays(kind: object, capsys: pytest.CaptureFixture[st
         capsys.readouterr().err
         == f"note: {own} is not a link, so it stays and does not name this run\n"
     )
-
-
-# ---- Ctrl-C ----
-
-DEAF = """
-import pathlib, signal, sys, time
-got = []
-signal.signal(signal.SIGINT, lambda *_: (got.append(1), pathlib.Path("got").write_text(str(len(got)))))
-print("up", flush=True)
-while True:
-    time.sleep(0.05)
-"""
-
-
-@pytest.mark.parametrize("skew_s", [0, -3600, 3600])
-def test_a_signal_that_the_job_has_is_not_repeated_whatever_the_file_servers_clock(
-    skew_s: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "FORWARD_AFTER_S", 0.5)
-    process = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"up\n"
-    run = local.LocalRun(Path.cwd(), process)
-
-    def job_writes() -> None:
-        Path("stop.requested").touch()
-        at = time.time() + skew_s
-        os.utime("stop.requested", (at, at))
-
-    try:
-        for _ in range(2):
-            job_writes()
-            run._interrupt()
-        assert not Path("got").exists(), "a terminal sent both to the job"
-        for number in ("1", "2"):
-            run._interrupt()  # kill sent it to the launcher alone
-            until(lambda number=number: Path("got").exists() and Path("got").read_text() == number)
-        process.send_signal(signal.SIGINT)
-        until(lambda: Path("got").read_text() == "3")  # none of them was sent twice
-    finally:
-        process.kill()
-        process.wait()

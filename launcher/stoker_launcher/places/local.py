@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +24,13 @@ from stoker.place import (
     LAUNCH_DIR_VARIABLE,
     PLACE_VARIABLE,
     RUN_DIR_VARIABLE,
-    STOP_FILE,
 )
 from stoker.scripts.script_checks import script_command_line
 from stoker_launcher import run_directory
 from stoker_launcher.job import COMMAND, Job
 from stoker_launcher.places import Place
-from stoker_launcher.run_directory import PastRun, attach, written
+from stoker_launcher.run_directory import PastRun, attach
 
-FORWARD_AFTER_S = 2.0
 Result = TypeVar("Result")
 
 
@@ -85,7 +83,6 @@ class LocalRun(PastRun):
     ) -> None:
         super().__init__(run_dir)
         self.process, self.new, self.latest = process, new, latest
-        self._noticed_at = written(run_dir, STOP_FILE)
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -97,25 +94,10 @@ class LocalRun(PastRun):
         )
 
     def wait(self) -> int:
-        return outlast(self.process, self.process.wait, self._interrupt, self._concluded)
-
-    def _interrupt(self) -> None:
-        """Forward SIGINT unless the job has it: a terminal sends it to both, `kill` and IDEs do not."""
-        for forward in (
-            True,
-            False,
-        ):  # what the job writes of a forwarded one does not count for the next
-            until = time.monotonic() + FORWARD_AFTER_S
-            while self.process.poll() is None and time.monotonic() < until:
-                before, self._noticed_at = self._noticed_at, written(self.run_dir, STOP_FILE)
-                if self._noticed_at != before:
-                    return
-                time.sleep(0.1)
-            if forward and self.process.poll() is None:
-                self.process.send_signal(signal.SIGINT)
+        interrupt = functools.partial(self.process.send_signal, signal.SIGINT)
+        return outlast(self.process, self.process.wait, interrupt, self._concluded)
 
     def _concluded(self, code: int) -> int:
-        (self.run_dir / STOP_FILE).unlink(missing_ok=True)
         if code == 2 and self.new and not self.summary().get("steps"):
             run_directory.remove_refused(self.run_dir, self.latest)
         return code
@@ -183,8 +165,11 @@ def submit(request: LocalRequest) -> LocalRun:
 
 
 def started(code: Path, variables: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-    """The process of a staged job; a killed launcher stops it like a SIGTERM."""
-    options = {"preexec_fn": end_with_parent, **options}
+    """The process of a staged job; a killed launcher stops it like a SIGTERM.
+
+    In a session of its own, it gets Ctrl-C once, from the launcher, whoever sends that.
+    """
+    options = {"preexec_fn": end_with_parent, "start_new_session": True, **options}
     return subprocess.Popen([sys.executable, *COMMAND[1:]], cwd=code, env=variables, **options)
 
 

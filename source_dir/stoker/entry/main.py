@@ -87,7 +87,7 @@ def run_locally(arguments: list[str]) -> int:
         from stoker.entry import driver
     except BaseException:
         if starting is not None:
-            # The launcher repeats the signal if the job does not end within two seconds.
+            # A second Ctrl-C must not leave Ray behind.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             starting.stop()
         raise
@@ -119,12 +119,7 @@ def _stop_locally(number: int, frame: Any) -> None:
     and the launcher passes its own on.
     """
     from stoker.entry import driver
-    from stoker.place import STOP_FILE, local_place
 
-    place = local_place()
-    if place.name == "local":  # the launcher waits beside it and removes the file
-        with contextlib.suppress(OSError):
-            (place.run_dir / STOP_FILE).touch()
     if driver.stop_requested():
         if number == signal.SIGTERM:
             return
