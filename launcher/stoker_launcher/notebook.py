@@ -3,14 +3,12 @@
     result = stoker.run("job.yaml", "train.epochs=3")
 
 The child runs the command that every place runs, so a crash of the job leaves the notebook as it is.
-On Databricks, MLflow is the notebook's experiment, and results may go to a Unity Catalog volume.
+On Databricks, results may go to a Unity Catalog volume.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import re
 import secrets
@@ -22,13 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from stoker import figures
-from stoker.config.loading import Resolved, load, parse_yaml
+from stoker.config.loading import load, parse_yaml
 from stoker.config.redaction import learn_job, scrub
 from stoker.config.schema import refuse_missing
 from stoker.errors import StokerError, UsageError
@@ -39,13 +35,11 @@ from stoker.place import (
     PACKAGE_VARIABLE,
     PLACE_VARIABLE,
     RUN_DIR_VARIABLE,
-    STOP_FILE,
 )
 from stoker_launcher import run_directory
 from stoker_launcher.commands import check_recipe, refuse_unsupported
 from stoker_launcher.job import (
     Job,
-    Project,
     as_overrides,
     example_file,
     holds_recipe,
@@ -63,7 +57,6 @@ POLL_S = 0.2
 LINES = "lines"
 """What the job writes, which its cell shows: a file outlives an interrupt of the cell better than a pipe."""
 REACH_S = 10.0
-DATABRICKS_VARIABLE = "DATABRICKS_RUNTIME_VERSION"
 VOLUMES = "/Volumes/"
 LOCAL_DISK = Path("/local_disk0/tmp")
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
@@ -177,10 +170,6 @@ class NotebookRequest:
             f"cluster  {self.cluster or 'of this machine'}",
             f"results  {self.lasting or self.run_dir}",
         ]
-        mlflow = self.job.resolved.config.tracking.mlflow
-        if mlflow.uri:
-            origin = self.job.resolved.origins.get("tracking.mlflow.uri", "default")
-            rows.append(f"mlflow   {mlflow.uri} {mlflow.experiment or self.job.name} ({origin})")
         return scrub("\n".join([*rows, *(f"note: {note}" for note in self.notes)]))
 
 
@@ -200,15 +189,16 @@ def plan(
     resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]
     found = resolve_resume(resume, place, load(given, words, ORIGIN).config)
-    resolved, credentials, notes = with_mlflow(given, [*words, *found.overrides()])
+    resolved, notes = load(given, [*words, *found.overrides()], ORIGIN), list[str]()
     learn_job(resolved.config.model_dump(mode="json"))
-    with as_they_are_now(project_of(resolved, folder)[1]):
+    with forgotten(project_of(resolved, folder)[1].source_dir):
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
         if resolved.config.script is None:
             check_recipe(job)
-    variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **credentials}
+    variables = mlflow_credentials(resolved.config.tracking.mlflow.uri)
+    variables[LAUNCH_DIR_VARIABLE] = str(Path.cwd())
     if cluster is None:
         run_dir, lasting = found.run_dir or _own(run_directory.new_run_dir(job)), None
         variables[PLACE_VARIABLE] = "local"
@@ -258,45 +248,17 @@ def parse_job(
     return *as_overrides(Path(named).expanduser(), arguments), source_dir
 
 
-def with_mlflow(
-    given: Path | Mapping[str, Any] | None, words: list[str]
-) -> tuple[Resolved, dict[str, str], list[str]]:
-    """The configuration; on Databricks, MLflow is the notebook's unless the job sets it.
-
-    With it come the notebook's credentials, which a child process cannot ask for itself, and notes.
-    """
-    resolved = load(given, words, ORIGIN)
-    set_by_job = any(key.startswith("tracking.mlflow.") for key in resolved.origins)
-    if DATABRICKS_VARIABLE not in os.environ or set_by_job:
-        return resolved, {}, []
-    name, environment, note = _mlflow_of_notebook()
-    if not name:
-        return resolved, {}, [note]
-    own = {"tracking.mlflow.uri": "databricks", "tracking.mlflow.experiment": name}
-    resolved = load(given, [*words, *(f"{key}={value}" for key, value in own.items())], ORIGIN)
-    origins = resolved.origins | dict.fromkeys(own, "Databricks")
-    return replace(resolved, origins=origins), environment, []
-
-
-def _mlflow_of_notebook() -> tuple[str, dict[str, str], str]:
-    """The experiment of `mlflow.set_experiment`, which sets a variable, or the notebook's own."""
-    if importlib.util.find_spec("mlflow") is None:
-        return "", {}, "MLflow: not installed, so runs are not tracked; %pip install mlflow-skinny"
-    from mlflow import MlflowClient
-    from mlflow.tracking.default_experiment.registry import get_experiment_id
+def mlflow_credentials(uri: str | None) -> dict[str, str]:
+    """Databricks: the notebook's credentials for MLflow, which a child process cannot ask for itself."""
+    if uri != "databricks":
+        return {}
     from mlflow.utils.databricks_utils import get_databricks_env_vars
 
     try:
-        environment = get_databricks_env_vars("databricks")
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        number = os.environ.get("MLFLOW_EXPERIMENT_ID") or (None if name else get_experiment_id())
-        if number is not None:
-            name = MlflowClient("databricks").get_experiment(number).name
-    except Exception as error:  # on a foreign platform; the run does not need it
+        return dict(get_databricks_env_vars(uri))
+    except Exception as error:  # on another platform
         cause = " ".join(str(error).split()) or type(error).__name__
-        return "", {}, f"MLflow: off, because the workspace did not answer as expected: {cause}"
-    note = "MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
-    return name or "", environment, note
+        raise UsageError(f"tracking.mlflow.uri: no credentials for {uri}: {cause}") from error
 
 
 def folders(job: Job) -> tuple[Path, Path | None]:
@@ -324,29 +286,16 @@ def _own(run_dir: Path) -> Path:
 
 
 @contextlib.contextmanager
-def as_they_are_now(project: Project) -> Iterator[None]:
-    """Import a job's modules anew in this block, as its own process will; the notebook's are back after it."""
-    config, folder = project.config, project.source_dir
-    named = [name.partition(":")[0] for name in (config.recipe, config.data.prepare) if name]
-    top = {name.partition(".")[0] for name in named}
-    top |= {path.stem for path in folder.iterdir()} if folder is not None else set()
-    top -= {"stoker", "stoker_launcher", "__main__", *sys.stdlib_module_names}
-
-    def installed(module: ModuleType) -> bool:  # some packages cannot be imported twice
-        about = vars(module)
-        return "-packages/" in f"{about.get('__file__')} {about.get('__path__')}"
-
-    def own() -> dict[str, ModuleType]:
-        names = [name for name in [*sys.modules] if name.split(".")[0] in top]
-        return {name: sys.modules.pop(name) for name in names if not installed(sys.modules[name])}
-
-    before = own()
-    importlib.invalidate_caches()
+def forgotten(folder: Path | None) -> Iterator[None]:
+    """Forget the modules of a job's folder that this block imports, so that the next run reads edited ones."""
+    before = set(sys.modules)
     try:
         yield
     finally:
-        own()
-        sys.modules.update(before)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if folder and file and Path(file).is_relative_to(folder):
+                del sys.modules[name]
 
 
 def submit(request: NotebookRequest) -> NotebookRun:
@@ -367,15 +316,16 @@ def submit(request: NotebookRequest) -> NotebookRun:
         request.job.stage(code)
         run_dir.mkdir(parents=True, exist_ok=True)
         latest = run_directory.point_latest(run_dir) if local else None
-        packed = {} if local else {PACKAGE_VARIABLE: str(_packed(code))}
+        packed = {}
+        if not local:
+            write_private(scratch / "job.zip", ray_jobs.package(code))
+            packed = {PACKAGE_VARIABLE: str(scratch / "job.zip")}
         with (scratch / LINES).open("wb") as lines:
             process = started(
                 code,
                 os.environ | request.environment | packed,
                 stdout=lines,
                 stderr=subprocess.STDOUT,
-                # The kernel's interrupts go to its process group; the job gets one each from `wait`.
-                start_new_session=True,
             )
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -385,17 +335,6 @@ def submit(request: NotebookRequest) -> NotebookRun:
             raise UsageError(f"output_dir: {run_dir} cannot be written: {error}") from None
         raise
     return NotebookRun(request, process, scratch, new, latest, earlier)
-
-
-def _packed(code: Path) -> Path:
-    content = ray_jobs.package(code)
-    if len(content) > ray_jobs.PACKAGE_LIMIT_BYTES:
-        raise UsageError(
-            f"source_dir: {figures.size(len(content))} of source, but Ray accepts at most 100 MB;"
-            " move data to storage that the hosts share"
-        )
-    write_private(code.parent / "job.zip", content)
-    return code.parent / "job.zip"
 
 
 @dataclass
@@ -446,7 +385,6 @@ class NotebookRun:
 
     def _concluded(self, code: int) -> RunResult:
         here, run_dir = self.request.run_dir, self.request.lasting or self.request.run_dir
-        (here / STOP_FILE).unlink(missing_ok=True)
         # After a start that failed at once, a resumed run's directory has the summary of the start before.
         summary = PastRun(here).summary() if written(here) != self.earlier else {}
         refused = code == 2 and self.new and not summary.get("steps")

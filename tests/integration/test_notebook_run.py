@@ -56,10 +56,8 @@ def notebook(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
     server = MlflowServer(tmp_path, served=False)
     server.start()
-    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
     monkeypatch.setenv("DATABRICKS_HOST", server.uri)
     monkeypatch.setenv("DATABRICKS_TOKEN", "dapi0123456789abcdef")
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
     yield server
     server.stop()
@@ -89,6 +87,8 @@ def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_a
         f"output_dir={notebook / 'runs'}",
         "train.workers=1",
         "tracking.tensorboard=false",
+        "tracking.mlflow.uri=databricks",
+        f"tracking.mlflow.experiment={EXPERIMENT}",
     ]
     interrupt = at_the_first("epoch", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(stoker.RunInterrupt) as caught:
@@ -111,7 +111,6 @@ def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_a
     assert (Path(resumed["path"]).name, resumed["step"]) == (kept.name, kept.meta["step"])
     assert result.best["val/acc1"] > 0.2 and result.metrics["train/loss"] > 0
     assert f"epoch {epochs}/{epochs} done" in shown, "in the cell"
-    assert f"mlflow   databricks {EXPERIMENT} (Databricks)" in shown
 
     # The run directory is in the volume, written as volumes allow: whole files.
     assert result.run_dir.parent == notebook / "runs"
@@ -133,10 +132,7 @@ def test_a_run_from_a_delta_table_that_is_interrupted_goes_on_in_the_next_cell_a
         == summary["records"]["trained"] + summary["records"]["remainder"]
     )
     written = (result.run_dir / "config.yaml").read_text()
-    assert (
-        '"tracking.mlflow.uri": "Databricks"' in written
-        and '"train.epochs": "stoker.run"' in written
-    )
+    assert '"train.epochs": "stoker.run"' in written
     assert yaml.safe_load(written)["tracking"]["mlflow"]["experiment"] == EXPERIMENT
     everything = shown + "".join(
         path.read_text(errors="replace") for path in result.run_dir.rglob("*") if path.is_file()
