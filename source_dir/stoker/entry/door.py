@@ -52,7 +52,6 @@ class Door(wire.Listener):
         self._told: list[dict[str, Any]] = []
         self._lines: dict[str, socket.socket] = {}
         """By host, its last connection: a host may come again."""
-        self._gone: dict[str, float] = {}
         super().__init__(address, port, SECRET)
 
     def talk(self, connection: socket.socket) -> None:
@@ -63,15 +62,9 @@ class Door(wire.Listener):
             for message in self._told:
                 wire.send_message(connection, message)
             self._lines[host] = connection
-            self._gone.pop(host, None)
         with contextlib.suppress(OSError):
             while connection.recv(1024):
                 pass
-        if self._lines[host] is connection:
-            self._gone[host] = time.monotonic()
-
-    def gone(self, for_s: float) -> set[str]:
-        return {host for host, at in [*self._gone.items()] if time.monotonic() - at >= for_s}
 
     def tell(self, message: dict[str, Any]) -> None:
         with self._lock:

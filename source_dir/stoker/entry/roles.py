@@ -135,7 +135,7 @@ def run_head(
             say(
                 f"dashboard: http://{context.dashboard_url} on this host alone, with the job's token"
             )
-        present = cluster.wait_for_hosts(topology, config, started, stop.check, door.gone)
+        present = cluster.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {topology.describe(present)}")
         place = place_of(service, topology, formed)

@@ -215,12 +215,11 @@ def wait_for_hosts(
     config: Config,
     started: float,
     check: Callable[[], None],
-    lost: Callable[[float], set[str]] = lambda for_s: set(),
 ) -> list[str]:
     """Wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
 
-    A host that was here and is lost is not waited for until the timeout, because its instance is gone: `lost`
-    tells which hosts came to the door and have been gone for so many seconds. `check` raises to give up.
+    A host that was here and is lost is not waited for until the timeout, because its instance is gone.
+    `check` raises to give up.
     """
     timeout, least = config.cluster.join_timeout_s, config.cluster.min_cpu_hosts
     reported = 0.0
@@ -234,8 +233,7 @@ def wait_for_hosts(
         if not missing:
             return list(present)
         absent = topology.describe(missing)
-        left = lost(GONE_S)
-        gone = [host for host in missing if host in left or now - seen.get(host, now) > GONE_S]
+        gone = [host for host in missing if now - seen.get(host, now) > GONE_S]
         late = waited > timeout
         without = missing if late else gone
         cpu_hosts = {h for h in topology.hosts if topology.group_of(h) != topology.gpu_group}

@@ -130,8 +130,7 @@ def probe_port(address: str, port: int, key: str) -> None:
             probe.bind(("0.0.0.0", port))  # noqa: S104 - a free port for Ray, which binds all
         except OSError:
             raise ClusterError(
-                f"{key}: port {port} of the head ({address}) is taken"
-                f"{_holder(port)}; choose another cluster.port"
+                f"{key}: port {port} of the head ({address}) is taken; choose another cluster.port"
             ) from None
 
 
@@ -273,14 +272,3 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     """In a new process: end it with the thread that started it, even if that is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
-def _holder(port: int) -> str:
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN
-            if listens and connection.pid and tuple(connection.laddr)[1:] == (port,):
-                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
-    return ""
