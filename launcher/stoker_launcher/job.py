@@ -397,7 +397,6 @@ def _is_staged(path: Path) -> bool:
 
 PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)
 NO_HISTORY = shutil.ignore_patterns(".git")
-LIMIT_BYTES = 500_000_000
 
 
 def is_private(file: Path) -> bool:
@@ -484,17 +483,11 @@ class Staged:
         self.found = files_below(self.folder)
         self.bytes = sum(about.size for _, _, about in self.found)
 
-    def problems(self, instead: str, limit: int = LIMIT_BYTES) -> Iterator[str]:
-        """What must not be sent. `instead`: where data belongs that is too large for the source."""
+    def problems(self) -> Iterator[str]:
+        """Files that must not be sent."""
         for name, path, _ in self.found:
             if is_private(path):
                 yield f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
-        if self.bytes > limit:
-            largest = max(self.found, key=lambda item: item[2].size)[0]
-            yield (
-                f"--source-dir: {figures.size(self.bytes)} of source (largest: {largest}), more than"
-                f" {figures.size(limit)}; move data out and name it in {instead}"
-            )
 
     def with_token(self) -> Path:
         """The folder, with a token of its own for the hosts of one job."""

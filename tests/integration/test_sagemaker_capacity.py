@@ -195,6 +195,9 @@ def test_what_the_types_or_the_queue_rule_out_is_refused_before_upload(
 ) -> None:
     with refused(key, code=2):
         plan(**changes)
+    types = SAGEMAKER | {"sagemaker.gpu.type": json.dumps(TYPES)}
+    with refused("sagemaker.gpu.type", code=2):
+        sagemaker.plan(job_of(types), offline=True, written=True)
 
 
 @pytest.mark.parametrize("more", ["{shareName: a}", "{schedulingPriority: high}"])
@@ -202,12 +205,6 @@ def test_what_the_client_of_batch_does_not_send_is_no_lost_answer(cloud: Aws, mo
     with pytest.raises(UsageError, match="Parameter validation failed") as raised:
         sagemaker.submit(plan(queue="vision", queue_request=more), str)
     assert not isinstance(raised.value, remote.UnansweredError) and not cloud.submitted
-
-
-def test_a_written_request_has_one_type() -> None:
-    keys = SAGEMAKER | {"sagemaker.gpu.type": json.dumps(TYPES)}
-    with refused("sagemaker.gpu.type", code=2):
-        sagemaker.plan(job_of(keys), offline=True, written=True)
 
 
 QUEUE = {"queue": "vision", "queue_request": "{schedulingPriority: 10}"}
@@ -233,13 +230,6 @@ def test_a_queue_that_does_not_exist_is_one_line(cloud: Aws) -> None:
     with pytest.raises(UsageError) as raised:
         sagemaker.submit(plan(queue="absent"), str)
     assert len(raised.value.problems) == 1 and not cloud.submitted
-
-
-def test_a_written_request_is_that_of_batch(tmp_path: Any) -> None:
-    request = plan(**QUEUE)
-    command = request.write(tmp_path / "job.json").splitlines()[-1]
-    assert "aws batch submit-service-job" in command
-    assert json.loads((tmp_path / "job.json").read_text()) == request.submission
 
 
 def described(status: str, *attempts: str, **more: Any) -> dict[str, Any]:

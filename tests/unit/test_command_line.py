@@ -15,14 +15,10 @@ import pytest
 from PIL import Image
 
 import stoker
-from stoker.config.loading import load
 from stoker.events import console
 from stoker.events.summary import Summary
-from stoker.place import TOKEN_FILE
-from stoker_launcher.job import open_job
 from stoker_launcher.places.slurm import SlurmRun
 from stoker_launcher.rehearsal.running import results
-from tests.clouds import WORDS
 from tests.command_line import type_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,46 +147,6 @@ def test_an_interpreter_without_the_packages_is_told_in_one_line() -> None:
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "lacks typer, " in done.stderr and "make setup" in done.stderr
-
-
-PLANNED = """
-recipe: requested:Mine
-params: {data: "s3://bucket/x"}
-output_dir: RUNS
-"""
-REQUESTS = {
-    "sagemaker": ("job.json", []),
-    "sagemaker's script mode": ("job.json", ["sagemaker.entry=script-mode"]),
-    "vertex": ("job.json", ["params.data=gs://bucket/x"]),
-    "ray": ("job.zip", ["--address", "http://localhost:8265"]),
-    "slurm": ("job.sh", []),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("place", REQUESTS)
-def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, words = REQUESTS[place]
-    monkeypatch.chdir(tmp_path)
-    text = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n"
-    Path("requested.py").write_text(text)
-    Path("job.yaml").write_text(PLANNED.replace("RUNS", str(tmp_path / "runs")))
-    on = place.partition("'")[0]
-    for number in (1, 2):
-        given = ["--on", on, "--offline", *WORDS.get(on, []), *words]
-        command = ["job.yaml", *given, "--request", f"{number}-{file}"]
-        code, lines, shown = type_command(command, capsys)
-        assert code == 0, lines
-        assert f"{number}-{file}" in shown
-    job = open_job(load(Path("job.yaml")))
-    job.stage(tmp_path / "staged")
-    staged = {path.name for path in (tmp_path / "staged").iterdir()}
-    assert "requested.py" in staged
-    rest = {name for name in staged if name[:2] in ("1-", "2-")}
-    assert rest <= {"1-job.json", "2-job.json", "1-job.sh", "2-job.sh"}
-    assert not list((tmp_path / "staged").rglob(TOKEN_FILE))
 
 
 def test_printed_commands_can_be_pasted_whatever_the_paths(

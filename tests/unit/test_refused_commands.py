@@ -1,5 +1,8 @@
 """What a user gets for each way of getting words or a job's file wrong: one line, exit code 2, nothing left."""
 
+# One row of the table on one line reads better than five.
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import errno
@@ -15,10 +18,13 @@ import pytest
 from stoker.config.loading import load
 from stoker_launcher.job import open_job
 from stoker_launcher.notebook import plan
+from tests.clouds import WORDS, changes_of, full
+from tests.clouds import words as words_of
 from tests.command_line import type_command
 from tests.refusals import refused as refused_by
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
+ROWS = (Path(__file__).parents[1] / "recipes" / "rows.py").read_text()
 
 
 def table(text: str) -> list[tuple[str, str]]:
@@ -222,6 +228,99 @@ job.yaml --show-config --source-dir . recipe=needy:Prices  →  needs the module
 """)
 """What is typed → a part of the line, mostly with its key."""
 
+
+def many(entry: str, count: int) -> str:
+    """A list, or a mapping, of entries in which N is the number."""
+    entries = ", ".join(entry.replace("N", str(number)) for number in range(count))
+    return f"[{entries}]" if entry.startswith("{") else f"{{{entries}}}"
+
+
+def pools(*kinds: str) -> str:
+    listed = (f"{{name: {kind.split()[0]}, machine_type: {kind.split()[1]}}}" for kind in kinds)
+    return f"{NO_POOL}; pools=[{', '.join(listed)}]"
+
+
+N1 = "gpu.machine_type=n1-standard-8"
+NO_PAIR, NO_POOL = "gpu.type=null; cpu.type=null", "gpu.machine_type=null; cpu.machine_type=null"
+CLOUDS: dict[str, dict[str, list[str]]] = {
+"sagemaker": {
+    "gpu.type": [NO_PAIR, "gpu.type=ml.g5.3xlarge"],
+    "groups": ["groups=[{name: x, type: ml.c5.xlarge}]", f"{NO_PAIR}; groups={many('{name: gN, type: ml.c5.xlarge}', 6)}"],
+    "groups.0.name": [f"{NO_PAIR}; groups=[{{name: {'a' * 65}, type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]"],
+    "cluster.gpu_group": [f"{NO_PAIR}; groups=[{{name: a, type: ml.c5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]", "cluster.gpu_group=trainers"],
+    "cluster.min_cpu_hosts": ["cluster.min_cpu_hosts=3"],
+    "data.preprocess_on": ["data.preprocess_on=[data_group]"],
+    "train.workers": ["train.workers=2"],
+    "checkpoint.dir": ["checkpoint.dir=ckpt"],
+    "keep_alive_s": ["cpu.type=null; keep_alive_s=30000"],
+    "max_retries": ["max_retries=0", "max_retries=31"],
+    "kms_key": ["kms_key=my key"],
+    "security_groups": ["subnets=[subnet-1]", "subnets=[subnet-1]; security_groups=[sg-1, sg-2, sg-3, sg-4, sg-5, sg-6]"],
+    "subnets": ["security_groups=[sg-1]", "subnets=[subnet-a b]; security_groups=[sg-1]"],
+    "entry": ["network_isolation=true; entry=script-mode"],
+    # what has no key of its own, or has one
+    "request.ResourceConfig.TrainingPlan": ["request={ResourceConfig: {TrainingPlan: x}}"],
+    "request.ResourceConfig.TrainingPlanArn": ["request={ResourceConfig: {TrainingPlanArn: mine}}"],
+    "request.StoppingCondition.MaxPendingTimeInSeconds": ["request={StoppingCondition: {MaxPendingTimeInSeconds: 60}}", "request={StoppingCondition: {MaxPendingTimeInSeconds: soon}}"],
+    "request.StoppingCondition.MaxRuntimeInSeconds": ["request={StoppingCondition: {MaxRuntimeInSeconds: 60}}"],
+    "request.StoppingCondition": ["request={StoppingCondition: 60}"],
+    "request.RetryStrategy.MaximumRetryAttempts": ["request={RetryStrategy: {MaximumRetryAttempts: 3}}"],
+    "request.Environment": ["request={Environment: {HF_TOKEN: x}}"],
+    "request.OutputDataConfig.KmsKeyId": ["request={OutputDataConfig: {KmsKeyId: x}}"],
+    "request.RoleArn": ["request={RoleArn: x}"],
+    "request.MlflowConfig.MlflowRunName": ["request={MlflowConfig: {MlflowRunName: x}}"],
+    "request.InputDataConfig": ["request={InputDataConfig: [{ChannelName: a}]}"],
+    "queue_request": ["queue_request={schedulingPriority: 3}"],
+    "queue_request.jobName": ["queue=q; queue_request={jobName: x}"],
+    # channels and parameters
+    "channels.code": ["channels={code: {uri: 's3://b/x'}}"],
+    "channels.my data": ["channels={'my data': {uri: 's3://b/x'}}; params={my data: x}"],
+    "channels.data.uri": ["channels={data: {uri: /data/train}}", "channels={data: {uri: 'https://b.s3.amazonaws.com/x'}}"],
+    "channels": [f"channels={many('cN: {uri: s3://b/N}', 20)}; params={many('cN: x', 20)}"],
+    "params.data": ["params.data=./no/such/folder", "params.data=/etc/host*", "params.data=/opt/ml/input/data/train", "network_isolation=true; params.data=s3://b/train", "params={data: ['s3://b/x', here]}"],
+    "tracking.mlflow.uri": ["tracking.mlflow.uri=sqlite:///x.db", "tracking.mlflow.uri=arn:aws:sagemaker:us-east-1:123456789012:model/x"],
+    # what everyone may read
+    "environment.HF_TOKEN": ["environment={HF_TOKEN: abc}"],
+    "environment.ID": ["environment={ID: AKIAABCDEFGHIJKLMNOP}"],
+    "environment.PIP_INDEX_URL": ["environment={PIP_INDEX_URL: 'https://me:secret@host/packages'}"],
+    "environment.RAY_AUTH_MODE": ["environment={RAY_AUTH_MODE: disabled}"],
+    "environment.MY-NAME": ["environment={MY-NAME: x}"],
+    "environment.LONG": [f"environment={{LONG: {'x' * 513}}}"],
+    "hyperparameters.wandb_api_key": ["hyperparameters={wandb_api_key: x}"],
+    "train.epoch": ["hyperparameters={train.epoch: 3}"],
+    "train.epochs": ["hyperparameters={train.epochs: 0}"],
+    "hyperparameters.sagemaker_program": ["hyperparameters={sagemaker_program: x.py}"],
+    "hyperparameters.params.title": ['hyperparameters={params.title: "it\'s"}'],
+    "hyperparameters.params.words": [f"hyperparameters={{params.words: {'x' * 2501}}}"],
+    "hyperparameters": [f"hyperparameters={many('params.pN: 1', 100)}"],
+    "tags": [f"tags={many('tN: x', 50)}"],
+    "role": ["role=null", "role=StokerJob"],
+    "region": ["region=us-east-9", "region=null"],
+    "s3_uri": ["s3_uri=null", "s3_uri=my-bucket/x"],
+},
+"vertex": {
+    "gpu.machine_type": [NO_POOL],
+    "pools": [
+        "pools=[{name: x, machine_type: c2-standard-8}]",
+        pools("gpu g2-standard-8", "gpu a2-highgpu-1g"),
+    ],
+    "": [f"{N1}; gpu.accelerator=NVIDIA_TESLA_T5"],
+    "cluster.gpu_group": [pools("a g2-standard-8", "b a2-highgpu-1g"), "cluster.gpu_group=gpus"],
+    "train.workers": ["train.workers=3"],
+    "cluster.min_cpu_hosts": ["cluster.min_cpu_hosts=3"],
+    "data.preprocess_on": ["data.preprocess_on=[feeders]"],
+    "checkpoint.dir": ["checkpoint.dir=ckpt"],
+    "project": ["project=null"],
+    "gcs_uri": ["gcs_uri=null", "gcs_uri=s3://my-bucket/x", "gcs_uri=gs://my-bucket/a b"],
+    "environment.AIP_MODEL_DIR": ["environment={AIP_MODEL_DIR: x}"],
+    "environment.CLUSTER_SPEC": ["environment={CLUSTER_SPEC: x}"],
+    "environment.HF_TOKEN": ["environment={HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz012345}"],
+    "params.data": ["params.data=/data/flowers"],
+    "image": ["image=null"],
+},
+}  # fmt: skip
+"""By place and key, changes of a job that can be planned, each of which makes it wrong."""
+
 BEYOND = """
     seed=x output_dir= train.batch_size=0 train.batch_size=1.5 train.workers=0 train.workers=auto
     train.scheduler=consine train.warmup_epochs=-1 train.label_smoothing=1.0 train.mixup=-0.1
@@ -250,6 +349,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "prices", raising=False)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    for variable in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "CLOUDSDK_CONFIG"):
+        monkeypatch.setenv(variable, str(tmp_path / "none"))
     for name, content in {
         "job.yaml": "seed: 1\n",
         "jobs/job.yaml": GOOD,
@@ -304,6 +407,39 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(
     refused(["job.yaml", "--dry-run"], said, here, capsys)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("place", "key"), [(on, key) for on in CLOUDS for key in CLOUDS[on]])
+def test_a_job_that_a_cloud_would_fail_is_refused_by_its_key(
+    place: str, key: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("job.yaml").write_text("recipe: needy:Prices\n")
+    for changes in CLOUDS[place][key]:
+        words = [*WORDS[place], *words_of(changes_of(changes, place))]
+        typed = ["job.yaml", *words, "--on", place, "--offline", "--dry-run"]
+        code, lines, _ = type_command(typed, capsys)
+        found = [line for line in lines if line.startswith("error: ")]
+        assert code == 2, changes
+        assert any(f"{full(key, place).rstrip('.')}: " in line for line in found), found
+        assert all(len(line) < 500 for line in found), found
+        assert len(found) <= 2, f"one mistake, many complaints: {found}"
+
+
+MISSING = {
+    "sagemaker": {"sagemaker.region", "sagemaker.gpu.type", "sagemaker.role"},
+    "vertex": {"vertex.project", "vertex.gcs_uri", "vertex.image", "vertex.gpu.machine_type"},
+}
+
+
+@pytest.mark.parametrize("place", MISSING)
+def test_the_first_refusal_names_all_that_is_missing(
+    place: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("job.yaml").write_text(GOOD)
+    Path("rows.py").write_text(ROWS)
+    _, lines, _ = type_command(["job.yaml", "--on", place, "--offline", "--dry-run"], capsys)
+    assert {line.split(": ")[1] for line in lines} >= MISSING[place]
+
+
 def test_all_errors_come_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text("trian: 1\ntrain: {epochs: 0, lr: x}\n")
     assert len(type_command(["job.yaml", "data.order=no"], capsys)[1]) == 4
@@ -343,7 +479,7 @@ def test_a_text_too_long_for_a_path_is_no_path(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_FOLDERS", "/" + LONG)
     Path("job.yaml").write_text(GOOD)
-    Path("rows.py").write_text((Path(__file__).parents[1] / "recipes" / "rows.py").read_text())
+    Path("rows.py").write_text(ROWS)
     words = ["job.yaml", f"tracking.mlflow.tags={{note: {LONG}}}", "--dry-run"]
     assert type_command(words, capsys)[:2] == (0, [])
     assert open_job(load(None, [f"params.prompt={LONG}"])).data == {}

@@ -168,9 +168,13 @@ def plan(
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " a relative one is deleted with the job's working directory"
         )
-    instead = "params, on storage that the hosts share"
     staged = Staged(job, {})
-    problems.add(*staged.problems(instead, PACKAGE_LIMIT_BYTES))
+    problems.add(*staged.problems())
+    if staged.bytes > PACKAGE_LIMIT_BYTES:
+        problems.add(
+            f"--source-dir: {figures.size(staged.bytes)} of source, more than Ray's"
+            f" {figures.size(PACKAGE_LIMIT_BYTES)}; move data to storage that the hosts share"
+        )
     pip = _pip(staged.folder) if install else ()
     with problems:
         server, versions, warnings = _cluster(address, offline)
@@ -339,11 +343,8 @@ class JobServer:
         return f"gcs://{name}"
 
     def versions(self) -> tuple[str, str | None]:
-        ray = str(self.get("/api/version")["ray_version"])
-        answer = self.ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
-        if answer.status_code == 404:
-            return ray, None
-        return ray, answer.json().get("data", {}).get("pythonVersion")
+        about = self.get("/api/v0/cluster_metadata").get("data", {})
+        return str(self.get("/api/version")["ray_version"]), about.get("pythonVersion")
 
     def ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
         for renew in (False, True):  # a plug-in's credentials are short-lived
@@ -384,13 +385,12 @@ class JobServer:
         try:
             return requests.request(method, endpoint.url + path, timeout=TIMEOUT_S, **content)
         except requests.exceptions.RequestException as error:
-            kind: type[UsageError] = UnansweredError
-            if isinstance(error, requests.exceptions.SSLError):  # no answer comes later, either
-                kind = UsageError
             hint = "the dashboard's default port is 8265, and it may need a port-forward"
             # requests and urllib3 put the operating system's reason last.
             why = str(error).rpartition(": ")[2].rstrip("')\"")
-            raise kind(f"--address {self.address}: cannot connect ({why}); {hint}") from None
+            raise UnansweredError(
+                f"--address {self.address}: cannot connect ({why}); {hint}"
+            ) from None
 
 
 def job_server(address: str | None) -> JobServer:

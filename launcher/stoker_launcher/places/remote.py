@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from stoker import figures
 from stoker.config.redaction import is_secret, redact
 from stoker.config.schema import Config
-from stoker.errors import UsageError, nearest
+from stoker.errors import UsageError
 from stoker.events.prices import PriceList
 from stoker.figures import dollars, table
 from stoker_launcher.job import DataUpload, Job, Staged, files_below, pack_source, write_private
@@ -168,7 +168,7 @@ class UploadStore(Protocol):
 
 @dataclass(frozen=True)
 class CloudRequest(ABC):
-    """The request, its uploads, and warnings. It is built whole, valid or not, and then checked."""
+    """The request and its uploads. It is built whole, valid or not, and then checked."""
 
     section: ClassVar[str]
     """The service's section of the configuration."""
@@ -187,7 +187,6 @@ class CloudRequest(ABC):
     data_at: dict[str, str]
     """Recipe parameter → path of its data on the hosts."""
     staged: Staged | None = None
-    warnings: tuple[str, ...] = ()
 
     @property
     def base_uri(self) -> str:
@@ -233,9 +232,8 @@ class CloudRequest(ABC):
             json.dumps(self.body, indent=2),
             self.costs(),
             table(("upload", "files", "size", "to"), uploads),
-            "\n".join(f"note: {line}" for line in self.warnings),
         ]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(parts)
 
     def write(self, path: Path) -> str:
         """Write the request and the source to upload next to it; returns the commands that submit it."""
@@ -458,15 +456,14 @@ def texts_in(value: object) -> Iterator[str]:
 
 def shared_problems(
     request: CloudRequest,
-    types: Sequence[str],
     shown: Mapping[str, Mapping[str, object]],
     vault: str,
     remedy: str,
 ) -> Iterator[str]:
     """What every service would accept, and only its billed hosts would find.
 
-    `types`: the known ones of hosts. `shown`: by key, what everyone who may describe the job can read; secrets
-    belong into the `vault` instead. `remedy`: how else to name data than by a file or folder of this machine.
+    `shown`: by key, what everyone who may describe the job can read; secrets belong into the `vault` instead.
+    `remedy`: how else to name data than by a file or folder of this machine.
     """
     config, section = request.job.resolved.config, request.section
     groups, names = request.groups, names_of(request.groups)
@@ -498,15 +495,6 @@ def shared_problems(
             "tracking.mlflow.uri: this database would be lost with the hosts; name a server"
             f" (got {redact(config.tracking.mlflow.uri)!r})"
         )
-    settings = getattr(config, section)
-    if 0 < settings.max_runtime_s <= config.cluster.join_timeout_s:
-        yield (
-            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
-            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
-        )
-    known = [*names, *types]
-    for key in settings.prices.keys() - set(known):
-        yield f"{section}.prices.{key}: neither a type of host nor a group of this job{nearest(key, known)}"
     for name, value in config.params.items():
         texts = [] if isinstance(value, str) else [t for t in texts_in(value) if "://" not in t]
         if texts and request.job.is_path(name):

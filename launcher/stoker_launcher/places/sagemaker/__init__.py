@@ -16,7 +16,7 @@ from stoker.events.prices import PriceList, price_list
 from stoker.figures import dollars, duration, table
 from stoker.place import TOKEN_FILE
 from stoker_launcher.job import Job, Staged
-from stoker_launcher.places import Place, RemoteRun
+from stoker_launcher.places import Place
 from stoker_launcher.places.remote import (
     CloudRun,
     HostGroup,
@@ -24,6 +24,7 @@ from stoker_launcher.places.remote import (
     Tell,
     UnansweredError,
     created_once,
+    show,
     stamp,
     usd_per_hour,
     without_price,
@@ -64,9 +65,6 @@ def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMaker
             with problems:
                 account = aws.account_id(region)
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
-    if not (offline or known):
-        with problems:
-            aws.refuse_without_credentials()
     wanted, *others = requests_of(job, stamp(), region, s3_uri)
     for one in (wanted, *others):
         problems.add(*sagemaker_rules.problems(one))
@@ -74,13 +72,12 @@ def plan(job: Job, *, offline: bool = False, written: bool = False) -> SageMaker
         with_what = "--request" if written else "sagemaker.queue, which waits for capacity itself"
         problems.add(f"sagemaker.gpu.type: name one type with {with_what}")
     staged = Staged(wanted.job, wanted.data_at)
-    problems.add(*staged.problems("params or sagemaker.channels"))
+    problems.add(*staged.problems())
     if not offline and not problems.about("AWS") and known:
         with problems:
             problems.add(*aws.existence_problems(wanted))
     problems.refuse()
-    notes = tuple(sagemaker_rules.warnings(wanted))
-    return replace(wanted, staged=staged, warnings=notes, alternatives=tuple(others))
+    return replace(wanted, staged=staged, alternatives=tuple(others))
 
 
 def write_source(job: Job, folder: Path) -> str:
@@ -91,7 +88,7 @@ def write_source(job: Job, folder: Path) -> str:
     request = request_of(job, job.name, "", "s3://bucket")
     problems = [one for one in sagemaker_rules.problems(request) if one.startswith("params.")]
     staged = Staged(job, request.data_at)
-    problems += staged.problems("a channel")
+    problems += staged.problems()
     if problems:
         raise UsageError(*problems)
     shutil.copytree(staged.with_token(), folder)
@@ -102,10 +99,9 @@ def write_source(job: Job, folder: Path) -> str:
     return "\n".join([f"wrote {folder}", *lines, token])
 
 
-def submit(request: SageMakerRequest, tell: Tell | None = None) -> RemoteRun:
-    if request.alternatives:
-        return TypesInOrder([request, *request.alternatives], tell)
+def submit(request: SageMakerRequest, tell: Tell | None = None) -> SageMakerRun:
     run = run_of(request)
+    run.left = [*request.alternatives]
     create(request, run, tell)
     return run
 
@@ -173,7 +169,21 @@ class SageMakerRun(CloudRun):
     ) -> None:
         super().__init__(f"sagemaker:{region}/{name}", name, poll_s, submitted, aws.PassingError)
         self.region, self.name, self._prices = region, name, prices or price_list(region=region)
+        self.left: list[SageMakerRequest] = []
+        """The same job with other types, of which the next is created once this one has ended without hosts."""
         self._groups: dict[str, str] = {}
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().describe()
+        while self.left and had_no_capacity(found):
+            before, request = self.name, self.left.pop(0)
+            # First, so that it is known if creating the job is interrupted.
+            self.name = self.label = request.name
+            self.id = f"sagemaker:{self.region}/{self.name}"
+            show(f"[{before}] ended without capacity; next: {self.id}")
+            create(request, self, show)
+            found = super().describe()
+        return found
 
     def ask(self) -> dict[str, Any]:
         with aws.readable_errors(f"job {self.name}"):
@@ -184,6 +194,7 @@ class SageMakerRun(CloudRun):
 
     def stop(self) -> None:
         """Send SIGTERM to every host; SIGKILL follows after 120 s, which leaves time for a checkpoint."""
+        self.left = []
         with aws.readable_errors(f"job {self.name}"):
             aws.client("sagemaker", self.region).stop_training_job(TrainingJobName=self.name)
 
@@ -205,17 +216,10 @@ class SageMakerRun(CloudRun):
         text = self.status_in(description)
         return f"{text} ({message})" if message and not text.startswith("failed") else text
 
-    def had_no_capacity(self) -> bool:
-        """Whether the job has ended because no hosts came: it has had none, and none is billed."""
-        found = self.describe()
-        ended = found["TrainingJobStatus"] in ("Failed", "Stopped")
-        if not ended or "TrainingStartTime" in found or found.get("BillableTimeInSeconds"):
-            return False
-        limit_s = found["StoppingCondition"].get("MaxPendingTimeInSeconds", math.inf)
-        waited_s = (found["LastModifiedTime"] - found["CreationTime"]).total_seconds()
-        # Before the limit somebody has stopped it, unless SageMaker itself has given up.
-        given_up = found.get("FailureReason", "").startswith("CapacityError")
-        return bool(given_up or waited_s >= limit_s)
+    def detached(self) -> str:
+        types = ", ".join(str(one.settings.gpu.type) for one in self.left)
+        more = f"; without capacity it ends, and nothing tries {types}" if types else ""
+        return super().detached() + more
 
     def closing(self) -> str:
         description = self.describe()
@@ -338,56 +342,16 @@ class QueuedRun(SageMakerRun):
         return [entry for name in self._attempts for entry in self.entries_of(name, since_s)]
 
 
-class TypesInOrder:
-    """One job at a time: the next type's is created once the one before has ended without hosts."""
-
-    def __init__(self, requests: list[SageMakerRequest], tell: Tell | None) -> None:
-        self.tell = tell
-        self._create(requests)
-
-    def _create(self, requests: list[SageMakerRequest]) -> None:
-        # The run first: if creating it is interrupted, its id is known.
-        self.run, self.left = run_of(requests[0]), requests[1:]
-        create(requests[0], self.run, self.tell)
-
-    def _next(self) -> str:
-        """Create the next job if this one has had no hosts; the line that tells of it, or ""."""
-        if not self.left or not self.run.had_no_capacity():
-            return ""
-        before = self.run
-        self._create(self.left)
-        return f"[{before.label}] ended without capacity; next: {self.run.id}"
-
-    @property
-    def id(self) -> str:
-        return self.run.id
-
-    def status(self) -> str:
-        return self.run.status()
-
-    def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from self.run.logs(follow)
-        while follow and (told := self._next()):
-            yield told
-            yield from self.run.logs(follow)
-
-    def wait(self) -> int:
-        code = self.run.wait()
-        while self._next():
-            code = self.run.wait()
-        return code
-
-    def stop(self) -> None:
-        self.left = []
-        self.run.stop()
-
-    def closing(self) -> str:
-        return self.run.closing()
-
-    def detached(self) -> str:
-        types = ", ".join(str(one.settings.gpu.type) for one in self.left)
-        more = f"; without capacity it ends, and nothing tries {types}" if types else ""
-        return self.run.detached() + more
+def had_no_capacity(found: dict[str, Any]) -> bool:
+    """Whether a job has ended because no hosts came: it has had none, and none is billed."""
+    ended = found["TrainingJobStatus"] in ("Failed", "Stopped")
+    if not ended or "TrainingStartTime" in found or found.get("BillableTimeInSeconds"):
+        return False
+    limit_s = found["StoppingCondition"].get("MaxPendingTimeInSeconds", math.inf)
+    waited_s = (found["LastModifiedTime"] - found["CreationTime"]).total_seconds()
+    # Before the limit somebody has stopped it, unless SageMaker itself has given up.
+    given_up = found.get("FailureReason", "").startswith("CapacityError")
+    return bool(given_up or waited_s >= limit_s)
 
 
 def described_groups(description: dict[str, Any]) -> tuple[HostGroup, ...]:

@@ -38,29 +38,6 @@ def problems(request: SageMakerRequest) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def warnings(request: SageMakerRequest) -> list[str]:
-    settings, groups = request.settings, request.groups
-    need_gb = sum(item.bytes for item in request.data) / 2**30
-    notes = {
-        f"the data to upload, {need_gb:.0f} GB, exceed sagemaker.volume_gb ({settings.volume_gb}): they fit only"
-        " on types with NVMe disks, or in a channel with input_mode: FastFile": (
-            need_gb > settings.volume_gb
-        ),
-        "in a VPC without NAT, or with network isolation, pip cannot reach an index: put a wheels/ folder into"
-        " the source": bool(settings.subnets or settings.network_isolation),
-        "traffic between hosts is not encrypted: set sagemaker.encrypt_traffic=true (slower)": (
-            sum(group.count for group in groups) > 1 and not settings.encrypt_traffic
-        ),
-        "encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group": bool(
-            settings.encrypt_traffic and settings.subnets
-        ),
-        "AWS does not document spot with several instance groups: try a short job first": (
-            settings.spot and len(groups) > 1
-        ),
-    }
-    return [note for note, holds in notes.items() if holds]
-
-
 def _settings(request: SageMakerRequest) -> Iterator[str]:
     settings = request.settings
     if not request.groups:
@@ -73,7 +50,7 @@ def _settings(request: SageMakerRequest) -> Iterator[str]:
         "sagemaker.tags": settings.tags,
     }
     remedy = "an s3:// URI, or sagemaker.channels"
-    yield from shared_problems(request, instance_types(), shown, "Secrets Manager", remedy)
+    yield from shared_problems(request, shown, "Secrets Manager", remedy)
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
@@ -109,11 +86,8 @@ def _parameters(request: SageMakerRequest) -> Iterator[str]:
 
 
 def _hyperparameters(request: SageMakerRequest) -> Iterator[str]:
-    given = [key.replace("__", ".") for key in request.settings.hyperparameters]
     for key, value in request.settings.hyperparameters.items():
         where = f"sagemaker.hyperparameters.{key}"
-        if "__" in key and given.count(key.replace("__", ".")) > 1:
-            yield f"{where}: set twice, also as {key.replace('__', '.')} (got {value!r}); remove one"
         if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
             yield f"{where}: set by Stoker; remove it"
         elif "'" in str(value):
@@ -144,10 +118,6 @@ def shapes() -> dict[str, dict[str, Any]]:
 
     model: dict[str, dict[str, Any]] = Loader().load_service_model("sagemaker", "service-2")
     return model["shapes"]
-
-
-def instance_types() -> list[str]:
-    return list(shapes()["TrainingInstanceType"]["enum"])
 
 
 def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:

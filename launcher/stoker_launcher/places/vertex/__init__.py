@@ -48,9 +48,9 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
         # Missing credentials also explain why no project is known.
         problems.add(*custom_job.problems(wanted, bool(project or problems)))
     staged = Staged(wanted.job, wanted.data_at)
-    problems.add(*staged.problems("params"))
+    problems.add(*staged.problems())
     problems.refuse()
-    return replace(wanted, staged=staged, warnings=tuple(custom_job.warnings(wanted)))
+    return replace(wanted, staged=staged)
 
 
 def submit(request: VertexRequest, tell: Tell | None = None) -> VertexRun:

@@ -240,24 +240,8 @@ def problems(request: VertexRequest, has_project: bool) -> list[str]:
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             found.append(f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it")
-    types = [*prices.GOOGLE_MACHINES, *(pool.type for pool in pools)]
     shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
     remedy = "a gs:// URI, or /gcs/<bucket>/…"
-    found += shared_problems(request, types, shown, "Secret Manager", remedy)
+    found += shared_problems(request, shown, "Secret Manager", remedy)
     found += google_cloud.rejected(request.body)
     return list(dict.fromkeys(found))
-
-
-def warnings(request: VertexRequest) -> list[str]:
-    settings, first = request.settings, request.groups[0].name
-    notes = {
-        f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits with the"
-        " head's code": first != request.job.resolved.config.cluster.gpu_group,
-        "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
-        " project; set vertex.service_account to limit that": settings.service_account is None,
-        "spot: hosts get 30 s notice, and the job restarts from its last checkpoint": settings.spot,
-        "vertex.restart=false: a restarted host that trains waits for a head that does not come": (
-            settings.spot and not settings.restart
-        ),
-    }
-    return [note for note, holds in notes.items() if holds]
