@@ -333,11 +333,10 @@ def doctor(
 
 @app.command(epilog="Example: python launcher/submit.py init my-images --kind images")
 def init(
-    folder: Annotated[Path | None, typer.Argument(help="folder to create; default: here")] = None,
+    folder: Annotated[Path, typer.Argument(help="folder to create; default: here")] = Path(),
     kind: Annotated[
-        str | None,
-        Option(help="images (default), segmentation, text, tabular, script, lightning or ray"),
-    ] = None,
+        str, Option(help="images, segmentation, text, tabular, script, lightning or ray")
+    ] = "images",
 ) -> None:
     """Write a small project that trains as it is: job, recipe and test."""
     from stoker_launcher.commands import init

@@ -6,8 +6,7 @@ import json
 import re
 import shlex
 import sys
-import threading
-from collections import deque
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from stoker_launcher.places import (
     Place,
     RemoteRun,
     Resume,
-    every_place,
     place_named,
 )
 
@@ -33,18 +31,13 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Place) -> None:
-    fields = [
-        name for name in Options.__dataclass_fields__ if name not in (*EVERYWHERE, *chosen.options)
-    ]
-    problems = []
-    for name in (field for field in fields if getattr(options, field)):
-        # Import the other places only for an option that may be theirs.
-        if known := [place.name for place in every_place() if name in place.options]:
-            use = " or --on ".join(known)
-            problems.append(
-                f"--{name}: is not supported with --on {chosen.name}; use it with --on {use}"
-            )
-    if problems:
+    meant = (*EVERYWHERE, *chosen.options)
+    given = [name for name in Options.__dataclass_fields__ if getattr(options, name)]
+    if problems := [
+        f"--{name}: is not supported with --on {chosen.name}; see run --help"
+        for name in given
+        if name not in meant
+    ]:
         raise UsageError(*problems)
 
 
@@ -92,9 +85,6 @@ def run(
         if isinstance(request, LocalRequest) and (code := request.check()):
             return int(code)
         print(scrub(request.render()))
-    if job.resolved.config.script:
-        print(processes_line(job.resolved.config, request, place))
-    if options.dry_run:
         return 0
     submitted = place.submit(request)
     del request  # and the staged copy of the source, which may hold secrets
@@ -106,25 +96,6 @@ def run(
     if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config)):
         print(line)
     return code
-
-
-def processes_line(config: Config, request: Any, place: Place) -> str:
-    """How many processes of its script a job starts, and where."""
-    from stoker_launcher.places.remote import training_group
-
-    groups = getattr(request, "groups", ())
-    trains = [group for group in groups if group.name == training_group(config, groups)]
-    gpus = sum(group.count * (group.gpus or 0) for group in trains)
-    if config.driver:
-        text = "once, on the head, as a Ray driver"
-    elif most := config.train.workers or gpus:
-        text = f"{most} times" if most > 1 else "once"
-        text += f": per GPU of group {trains[0].name}" if gpus and most == gpus else ""
-    elif place.name == "rehearsal":
-        text = "once, since no rehearsed host has a GPU; elsewhere once per GPU"
-    else:
-        text = "once per GPU of the hosts that train; once without GPUs"
-    return f"starts   {Path(str(config.script)).name} {text}"
 
 
 def refuse_unsupported(config: Config, place: Place) -> None:
@@ -203,25 +174,17 @@ LOG_TIMEOUT_S = 20.0
 
 def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
     """The last line with a throughput in a remote run's log, which may be long."""
-    found: deque[str] = deque(maxlen=1)
-    failed: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            found.extend(line for line in run.logs(False) if "samples/s" in line)
-        except BaseException as error:
-            failed.append(error)
-
-    # The services' timeouts apply per response, and a log has any number of responses.
-    reader = threading.Thread(target=read, name="log", daemon=True)
-    reader.start()
-    reader.join(timeout_s)
-    if failed:
-        raise failed[0]
-    note = (
-        f"the log could not be read to the end within {timeout_s:.0f} s; use `logs` for all of it"
-    )
-    return [*found, *([note] if reader.is_alive() else [])]
+    found: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    for line in run.logs(False):
+        if "samples/s" in line:
+            found = [line]
+        if time.monotonic() > deadline:
+            return [
+                *found,
+                f"the log is longer than {timeout_s:.0f} s of reading; use `logs` for all of it",
+            ]
+    return found
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
@@ -274,15 +237,7 @@ def shown(value: Any) -> str:
 
 
 PROJECTS = Path(__file__).resolve().parent / "projects"
-KINDS = {
-    "images": "image classification: one folder of images per class",
-    "segmentation": "images with masks in tar shards",
-    "text": "text classification: rows of text and label",
-    "tabular": "tabular data: numeric columns in Parquet",
-    "script": "your own training script with stoker.DataLoader",
-    "lightning": "a LightningModule in a script with stoker.DataLoader",
-    "ray": "a Ray script: its own ray.data pipeline and TorchTrainer",
-}
+KINDS = ("images", "segmentation", "text", "tabular", "script", "lightning", "ray")
 EXAMPLES = {
     kind: {"recipe.py": f"recipes/{kind}.py", "job.yaml": f"configs/{kind}.yaml"}
     for kind in ("segmentation", "text")
@@ -291,22 +246,12 @@ EXAMPLES = {
 IGNORED = ".data/\nruns/\n__pycache__/\n"
 
 
-def init(folder: Path | None, kind: str | None) -> int:
-    """Write a small project that trains as it is, with a test.
-
-    A terminal is asked for what is missing; elsewhere it is a project of images in this folder.
-    """
-    terminal = sys.stdin.isatty()
-    if kind is None:
-        for name, meaning in KINDS.items() if terminal else ():
-            print(f"  {name:<12} {meaning}")
-        kind = _answer("What do you train on?", "images") if terminal else "images"
+def init(folder: Path, kind: str) -> int:
+    """Write a small project that trains as it is, with a test."""
     if kind not in KINDS:
         raise UsageError(
             f"--kind {kind}: no such kind (known: {', '.join(KINDS)}){nearest(kind, KINDS)}"
         )
-    if folder is None:
-        folder = Path(_answer("Folder", f"my-{kind}") if terminal else ".")
     files = files_of(kind, folder)
     if there := [
         name for name in files if (folder / name).exists() or (folder / name).is_symlink()
@@ -326,15 +271,6 @@ def init(folder: Path | None, kind: str | None) -> int:
     print(f"  train  stoker {shlex.quote(str(folder / 'job.yaml'))}")
     print(f"  test   pytest {shlex.quote(str(folder / test))}")
     return 0
-
-
-def _answer(question: str, default: str) -> str:
-    print(f"{question} [{default}]: ", end="", flush=True)
-    try:
-        return input().strip() or default
-    except EOFError:
-        print()
-        raise UsageError("init: the input has ended; give a folder and --kind") from None
 
 
 def files_of(kind: str, folder: Path) -> dict[str, str]:

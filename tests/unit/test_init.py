@@ -126,31 +126,11 @@ def test_the_help_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(kind in shown for kind in KINDS)
 
 
-def test_without_a_terminal_the_project_is_the_readmes(here: Path) -> None:
+def test_the_project_is_the_readmes(here: Path) -> None:
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "init", "my_project"]
     done = subprocess.run(command, cwd=here, stdin=subprocess.DEVNULL, capture_output=True)
     assert done.returncode == 0 and b"--kind images" in done.stdout
     assert (here / "my_project/recipe.py").is_file()
-
-
-@pytest.mark.parametrize(("typed", "code"), [(b"tabular\nhomes\n", 0), (b"\x04", 2)])
-def test_a_terminal_is_asked(here: Path, typed: bytes, code: int) -> None:
-    import pty
-
-    leader, follower = pty.openpty()
-    command = [sys.executable, str(ROOT / "launcher/submit.py"), "init"]
-    process = subprocess.Popen(
-        command, cwd=here, stdin=follower, stdout=follower, stderr=subprocess.PIPE
-    )
-    os.close(follower)
-    os.write(leader, typed)
-    _, errors = process.communicate(timeout=120)
-    os.close(leader)
-    assert process.returncode == code
-    if code:  # Ctrl-D
-        assert errors.startswith(b"error: ") and not list(here.iterdir())
-    else:
-        assert (here / "homes/job.yaml").read_text().startswith("name: homes\n")
 
 
 def test_a_recipe_is_found_beside_the_jobs_file(here: Path) -> None:

@@ -61,41 +61,6 @@ def test_one_job_file_is_planned_for_each(
     assert not (tmp_path / "runs").exists(), "a dry run leaves nothing"
 
 
-GPUS = "sagemaker.gpu.type=ml.g5.12xlarge"
-
-
-@pytest.mark.parametrize(
-    ("place", "words", "starts"),
-    [
-        ("local", [], "once per GPU of the hosts that train; once without GPUs"),
-        ("local", ["train.workers=2"], "2 times"),
-        ("rehearsal", [], "once, since no rehearsed host has a GPU; elsewhere once per GPU"),
-        ("rehearsal", ["--driver"], "once, on the head, as a Ray driver"),
-        ("sagemaker", [GPUS], "4 times: per GPU of group gpu"),
-        ("sagemaker", [GPUS, "sagemaker.gpu.count=2"], "8 times: per GPU of group gpu"),
-        ("sagemaker", [GPUS, "--driver"], "once, on the head, as a Ray driver"),
-        ("vertex", [], "once: per GPU of group gpu"),
-        ("slurm", [], "once per GPU of the hosts that train; once without GPUs"),
-        ("ray", ["--driver"], "once, on the head, as a Ray driver"),
-    ],
-)
-def test_a_plan_says_how_often_a_script_starts(
-    place: str,
-    words: list[str],
-    starts: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/loop.py").write_text("print(1)\n")
-    job = tmp_path / "mine/job.yaml"
-    job.write_text(JOB.replace("params: {data: DATA, model: resnet18}", "script: loop.py"))
-    given = [*OPTIONS.get(place, []), f"output_dir={tmp_path / 'runs'}", *words]
-    code, errors, shown = type_command([str(job), "--on", place, "--dry-run", *given], capsys)
-    assert (code, errors) == (0, [])
-    assert f"starts   loop.py {starts}" in shown.splitlines()
-
-
 @pytest.mark.parametrize("place", ["ray", "sagemaker", "vertex"])
 def test_private_files_of_the_source_are_uploaded_nowhere(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -160,25 +125,16 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADER, GPU, CPU = yaml.safe_load_all((ROOT / "docs/ray/sky.yaml").read_text())
 
 
-def test_the_tasks_agree_with_one_another() -> None:
-    assert {
-        "name": "stoker",
-        "execution": "parallel",
-        "primary_tasks": [GPU["name"]],
-        "termination_delay": "30s",
-    } == HEADER
-    assert CPU["envs"]["HEAD"] == f"{GPU['name']}-0.{HEADER['name']}", (
-        "the name that SkyPilot gives its host 0"
-    )
+def test_the_tasks_of_skypilot_agree_and_use_a_token() -> None:
+    """The CPU hosts find the head by the name that SkyPilot gives the first host of a task."""
+    assert CPU["envs"]["HEAD"] == f"{GPU['name']}-0.{HEADER['name']}"
     assert CPU["envs"]["PORT"] == GPU["envs"]["PORT"] and CPU["setup"] == GPU["setup"]
     assert GPU["envs"]["CPU_HOSTS"] == str(CPU["num_nodes"])
-    pins = (ROOT / "constraints.txt").read_text()
-    version = next(line for line in pins.splitlines() if line.startswith("ray=="))
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    (version,) = (line for line in pins if line.startswith("ray=="))
     assert version in GPU["setup"].replace("ray[default]", "ray")
     for task in (GPU, CPU):
-        assert task["envs"]["RAY_AUTH_MODE"] == "token" and task["secrets"] == {
-            "RAY_AUTH_TOKEN": None
-        }
+        assert task["envs"]["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" in task["secrets"]
 
 
 def test_a_disk_without_room_for_a_run_is_named(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
     log = EndlessLog()
     told = last_progress(log, timeout_s=3)
     log.over = True
-    assert "500 samples/s" in told[0] and "could not be read to the end" in told[1]
+    assert "500 samples/s" in told[0] and "use `logs` for all of it" in told[1]
 
 
 def make_run(
