@@ -335,16 +335,11 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-PRIVATE = ("/tmp/", "/dev/shm/", "/opt/ml/", "/gcs/")  # noqa: S108 - names them only
-"""Folders of which each rehearsed host has its own; others are this machine's, read-only."""
-
-
 def kept_outside(config: Config, place: Place | None = None) -> str:
     """The newest complete one of `checkpoint.dir`; of a script, or if it is unreadable, the folder; or ""."""
     where = config.checkpoint.dir or ""
-    private = not where.startswith("/") or where.startswith(PRIVATE)
-    if place and place.checkpoints == "copies" and "://" not in where and private:
-        return ""
+    if place and place.checkpoints == "copies" and "://" not in where:
+        return ""  # on its hosts, not here
     with contextlib.suppress(OSError, UsageError, ValueError):
         if where and config.script is None:
             return next(complete(open_store(where)), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import functools
 import json
 import os
 import queue
@@ -13,19 +14,16 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-
-from rich.console import Console
-from rich.text import Text
 
 from stoker.config.redaction import scrub
 from stoker.errors import UsageError
 from stoker.figures import table
 from stoker_launcher.rehearsal import world
-from stoker_launcher.rehearsal.plan import PlannedHost, RehearsalRequest
+from stoker_launcher.rehearsal.plan import RehearsalRequest
 
 HELD_LINES = 20
 END_S = 60.0
@@ -84,7 +82,8 @@ class RehearsalRun:
         self.formed_s: float | None = None
         self.clashes: list[str] = []
         self.missed: list[str] = []
-        self._request, self._process, self._display = request, process, Display(request.hosts, show)
+        self._request, self._process = request, process
+        self._tell: Callable[[str], object] = functools.partial(print, flush=True) if show else str
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
         self._broken = ""
@@ -119,7 +118,7 @@ class RehearsalRun:
         while True:
             try:
                 for line in self.logs(follow=True):
-                    self._display.line(line)
+                    self._tell(line)
                 self._reader.join()
                 break
             except KeyboardInterrupt:
@@ -127,11 +126,12 @@ class RehearsalRun:
                     self.kill()
                 else:
                     self.stop()
-                    self._display.line("stopping all hosts; press Ctrl-C again to kill them")
+                    self._tell("stopping all hosts; press Ctrl-C again to kill them")
                 interrupted = True
         if interrupted:
             self._code = 130
-        self._display.closing(self)
+        for line in closing_lines(self):
+            self._tell(line)
         return 1 if self._code is None else self._code
 
     def stop(self) -> None:
@@ -286,48 +286,29 @@ class RehearsalRun:
                 self._process.stdin.flush()
 
 
-_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
-
-
-class Display:
-    """Prints to standard output, in colour only on a terminal."""
-
-    def __init__(self, hosts: tuple[PlannedHost, ...], show: bool) -> None:
-        self._console = Console(soft_wrap=True, highlight=False, quiet=not show)
-        self._colours = {
-            f"[{host.group} {host.name}": _COLOURS[number % len(_COLOURS)]
-            for number, host in enumerate(hosts)
-        }
-
-    def line(self, text: str) -> None:
-        end = text.find("]") + 1
-        colour = next((c for start, c in self._colours.items() if text[:end].startswith(start)), "")
-        self._console.print(Text.assemble((text[:end], colour), text[end:]))
-
-    def closing(self, run: RehearsalRun) -> None:
-        rows = [
-            (
-                result.name,
-                result.group,
-                result.instance_type,
-                "never" if result.started_s is None else f"{result.started_s:.1f} s",
-                "" if result.ended_s is None else f"{result.ended_s:.1f} s",
-                "" if result.exit_code is None else str(result.exit_code),
-                "; ".join(result.notes),
-            )
-            for result in run.results.values()
-        ]
-        head = ("host", "group", "type", "started", "ended", "exit code", "notes")
-        lines = [f"\nrehearsal {run.id}: {run.status().split(':')[0]}", table(head, rows)]
-        if (formed_s := run.formed_after_last_host_s) is not None:
-            lines.append(f"cluster formed {formed_s} s after the last host started")
-        if (gone_s := run.workers_gone_s) is not None:
-            lines.append(f"worker hosts gone {gone_s} s after the head ended")
-        lines += [f"conflict: {clash}" for clash in run.clashes]
-        lines += [f"not injected: {missed}" for missed in run.missed]
-        lines += [f"FailureReason: {run.failure_reason}"] if run.failure_reason else []
-        for line in [*lines, *results(run.run_dir, run.status() == "succeeded")]:
-            self._console.print(Text(line))
+def closing_lines(run: RehearsalRun) -> list[str]:
+    rows = [
+        (
+            result.name,
+            result.group,
+            result.instance_type,
+            "never" if result.started_s is None else f"{result.started_s:.1f} s",
+            "" if result.ended_s is None else f"{result.ended_s:.1f} s",
+            "" if result.exit_code is None else str(result.exit_code),
+            "; ".join(result.notes),
+        )
+        for result in run.results.values()
+    ]
+    head = ("host", "group", "type", "started", "ended", "exit code", "notes")
+    lines = [f"\nrehearsal {run.id}: {run.status().split(':')[0]}", table(head, rows)]
+    if (formed_s := run.formed_after_last_host_s) is not None:
+        lines.append(f"cluster formed {formed_s} s after the last host started")
+    if (gone_s := run.workers_gone_s) is not None:
+        lines.append(f"worker hosts gone {gone_s} s after the head ended")
+    lines += [f"conflict: {clash}" for clash in run.clashes]
+    lines += [f"not injected: {missed}" for missed in run.missed]
+    lines += [f"FailureReason: {run.failure_reason}"] if run.failure_reason else []
+    return [*lines, *results(run.run_dir, run.status() == "succeeded")]
 
 
 def results(run_dir: Path, succeeded: bool) -> list[str]:
