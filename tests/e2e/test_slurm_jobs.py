@@ -179,13 +179,6 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     assert resumed == [stopped_at]
     assert summary["records"]["read"] == summary["records"]["trained"] == 2 * 1437
     assert [trained(job.run_dir, epoch) for epoch in range(2)] == [1437] * 2
-    groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
-    assert groups == {"gpu-1": "gpu", "cpu-1": "cpu"}
-    assert summary["train_workers_by_host"] == {"gpu-1": 1}
-    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, (
-        "those that Slurm allocated"
-    )
-
     assert re.search(r"srun: error: cpu-1: task \d: Killed", job.screen.read_text())
 
     log = job.stoker("logs", str(job.run_dir))

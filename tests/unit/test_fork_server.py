@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stoker.hosts import forks
+from stoker.hosts.forks import setup_worker
 from stoker.hosts.machine import runs
 from stoker.hosts.requirements import at_least, installed
 from tests.waiting import until
@@ -162,3 +164,38 @@ def test_the_server_ends_with_its_parent_even_if_that_is_killed(tmp_path: Path) 
     parent.kill()
     until(lambda: not runs(server))
     parent.communicate()
+
+
+FOUND = "import json, os, sys; print(json.dumps([os.getcwd(), os.environ['OWN'], sys.argv[1:]]))"
+
+
+def test_a_worker_with_an_environment_of_its_own_has_it_without_rays_set_up(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    worker = tmp_path / "forked_worker.py"
+    worker.write_text(FOUND)
+    context = {"env_vars": {"OWN": "yes"}, "command_prefix": ["cd", str(tmp_path / "job"), "&&"]}
+    command = [str(worker), "--node", f"--serialized-runtime-env-context={json.dumps(context)}"]
+    done = subprocess.run(
+        [sys.executable, setup_worker.__file__, *command, "--language=PYTHON"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert json.loads(done.stdout) == [str(tmp_path / "job"), "yes", ["--node"]], done.stderr
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"command_prefix": ["cd", "/no/such/folder", "&&"]},
+        {"command_prefix": ["conda", "activate", "own", "&&"]},
+        {"command_prefix": ["cd", "/", "&&", "cd", "/tmp", "&&"]},
+        {"env_vars": {"PATH": "/own:${PATH}"}},
+        {"py_executable": "/own/python"},
+        {"override_worker_entrypoint": "/own/worker.py"},
+    ],
+    ids=lambda context: str(next(iter(context.values())))[:30],
+)
+def test_any_other_environment_is_left_to_ray(context: dict[str, Any]) -> None:
+    assert not setup_worker.is_simple(context)
+    assert setup_worker.is_simple({"env_vars": {"OWN": "yes"}, "py_executable": sys.executable})

@@ -19,7 +19,7 @@ from stoker.hosts.services import slurm as service
 from stoker.storage.checkpoint_store import open_store
 from stoker_launcher import run_directory
 from stoker_launcher.job import open_job
-from stoker_launcher.places import EXIT_CODES, Resume, attach, slurm
+from stoker_launcher.places import Resume, attach, slurm
 from stoker_launcher.places.remote import UnansweredError
 from stoker_launcher.places.slurm import SlurmRun, slurm_commands
 from tests.command_line import type_command
@@ -46,15 +46,6 @@ def test_the_environment_is_this_commands_or_that_of_the_setup_lines(tmp_path: P
     back = 'cd "$STOKER_RUN_DIR/code" || exit 1'
     assert own not in script
     assert script.index("source /venv") < script.rindex(back), "the job's own code runs"
-
-
-def test_a_written_request_is_staged_for_sbatch(tmp_path: Path, login_node: Path) -> None:
-    request = planned(tmp_path)
-    told = request.write(tmp_path / "job.sh")
-    assert told.startswith(f"sbatch {tmp_path}/job.sh\n") and str(request.run_dir) in told
-    assert (tmp_path / "job.sh").read_text() == request.script
-    token = request.run_dir / "code" / ".ray-token"
-    assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
 
 
 def test_a_relative_checkpoint_folder_is_that_of_the_command(
@@ -154,29 +145,29 @@ def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submissio
 
 
 @pytest.mark.parametrize(
-    "answer", ["Welcome to job 7 of 9!\\n42", "42;cluster\\nBudget left: 30 h"]
+    ("answer", "job"),
+    [
+        ("Welcome to job 7 of 9!\\n42", "slurm:42"),
+        ("42;cluster\\nBudget left: 30 h", "slurm:42"),
+        ("", ""),
+        ("Submitted to the night queue", ""),
+    ],
 )
-def test_a_site_whose_sbatch_prints_more_than_the_jobs_id(
-    tmp_path: Path, login_node: Path, answer: str
+def test_a_job_is_submitted_if_sbatch_names_it(
+    tmp_path: Path, login_node: Path, answer: str, job: str
 ) -> None:
     fake(login_node, "sbatch", f"printf '{answer}\n'")
-    assert slurm.submit(planned(tmp_path)).id == "slurm:42"
+    if job:
+        assert slurm.submit(planned(tmp_path)).id == job
+    else:
+        with pytest.raises(UnansweredError, match="the job may be queued"):
+            slurm.submit(planned(tmp_path))
 
 
-@pytest.mark.parametrize("answer", ["", "Submitted to the night queue"])
-def test_an_answer_without_a_jobs_id_is_no_submission(
-    tmp_path: Path, login_node: Path, answer: str
-) -> None:
-    fake(login_node, "sbatch", f"echo '{answer}'")
-    with pytest.raises(UnansweredError, match="the job may be queued"):
-        slurm.submit(planned(tmp_path))
-
-
-DONE, NAN, LINE = (
-    {"summary.json": '{"status": "succeeded"}'},
-    {"failure": "loss is NaN\n"},
-    {"logs/slurm.log": "x"},
+DONE, STOPPED = (
+    {"summary.json": f'{{"status": "{word}"}}'} for word in ("succeeded", "interrupted")
 )
+NAN, LINE = {"failure": "loss is NaN\n"}, {"logs/slurm.log": "x"}
 STATUS: list[tuple[str, str, dict[str, str], str]] = [
     ("42|PENDING|Resources", "", {}, "running: waiting for nodes (Resources)"),
     ("42+1|PENDING|None\n42+0|PENDING|Priority", "", {}, "running: waiting for nodes (Priority)"),
@@ -193,6 +184,8 @@ STATUS: list[tuple[str, str, dict[str, str], str]] = [
     ("", "JobState=COMPLETED", DONE, "succeeded"),
     ("", "JobState=FAILED", NAN, "failed: loss is NaN"),
     ("", "JobState=NODE_FAIL", {}, "failed: the job ended without a line of output (NODE_FAIL)"),
+    ("", "JobState=TIMEOUT", LINE | STOPPED, "interrupted"),
+    ("", "JobState=PREEMPTED", LINE | {"summary.json": '{"status": "running"}'}, "failed"),
     ("", "", LINE, "failed: the job ended without a result (no longer known to Slurm)"),
 ]
 """What squeue and scontrol say, the files of the run, and its status."""
@@ -243,22 +236,6 @@ def test_the_exit_code_is_the_scripts_or_else_slurms(
     assert SlurmRun("42", tmp_path).wait() == without_result
 
 
-@pytest.mark.parametrize("state", ["TIMEOUT", "PREEMPTED", "CANCELLED by 1000"])
-@pytest.mark.parametrize(
-    ("last", "verdict"), [("interrupted", "interrupted"), ("running", "failed")]
-)
-def test_a_job_that_slurm_ends_is_interrupted_if_it_has_stopped_with_a_checkpoint(
-    login_node: Path, tmp_path: Path, state: str, last: str, verdict: str
-) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/slurm.log").write_text("step 10\n")
-    (tmp_path / "summary.json").write_text(f'{{"status": "{last}"}}')
-    fake(login_node, "squeue", f"echo '{ID_IS_GONE}' >&2; exit 1")
-    fake(login_node, "scontrol", f"echo 'JobId=42 JobState={state} ExitCode=0:15'")
-    run = SlurmRun("42", tmp_path)
-    assert run.status().startswith(verdict) and run.wait() == EXIT_CODES[verdict]
-
-
 @pytest.mark.parametrize(("state", "words"), [("PENDING", "42"), ("RUNNING", "--signal=TERM 42")])
 def test_stop_takes_a_waiting_job_out_of_the_queue_and_signals_a_running_one(
     login_node: Path, tmp_path: Path, state: str, words: str
@@ -277,18 +254,6 @@ def test_an_unknown_job_id_is_one_line(login_node: Path) -> None:
         attach("slurm:42")
     with pytest.raises(UsageError, match="write slurm:<job id>"):
         attach("slurm:last")
-
-
-def test_a_controller_that_does_not_answer_is_no_end_of_the_job(
-    login_node: Path, tmp_path: Path
-) -> None:
-    fake(
-        login_node,
-        "squeue",
-        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
-    )
-    with pytest.raises(UsageError, match=r"squeue: .*Unable to contact slurm controller"):
-        slurm_commands.state_of("42")
 
 
 def test_a_controller_that_is_away_while_a_job_runs_is_waited_for(
@@ -338,22 +303,19 @@ def type_job(
     return type_command([str(folder / "job.yaml"), *words, "--on", "slurm"], capsys)
 
 
-def test_a_machine_without_slurm_says_where_to_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_machine_without_slurm_and_a_refusal_are_one_line_and_leave_nothing(
+    login_node: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    code, told, _ = type_job(tmp_path, [], capsys)
+    assert (code, told) == (2, ["error: sbatch: not in this test"])
     monkeypatch.setenv("PATH", str(tmp_path))
     code, told, _ = type_job(tmp_path, [], capsys)
     assert (code, len(told)) == (2, 1) and "sbatch: not found on this machine" in told[0]
     assert not (tmp_path / "shared").exists()
     assert type_job(tmp_path, ["--dry-run", "--offline"], capsys)[0] == 0
-
-
-def test_a_refusal_of_slurm_leaves_nothing(
-    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, told, _ = type_job(tmp_path, [], capsys)
-    assert (code, told) == (2, ["error: sbatch: not in this test"])
-    assert not (tmp_path / "shared").exists()
 
 
 def test_the_run_directory_of_a_job_that_may_be_queued_stays(
