@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded import record
 
+from stoker.config.schema import Config
+from stoker.data import read_range
 from stoker.events import kinds
 from stoker.events.bottleneck import verdict
 from stoker.events.console import Console, report
@@ -15,6 +18,8 @@ from stoker.events.kinds import EpochEnded, HostCpu, PassEnded, Resumed, event_o
 from stoker.events.prices import price_list
 from stoker.events.recorder import Recorder
 from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
+from stoker.serve.actor import Coordinator
+from stoker.serve.passes import Passes
 
 STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64}
 STEP |= {"wait_s": 0.0, "loss": 1.0, "lr": 0.1}
@@ -263,3 +268,16 @@ def test_the_parts_of_a_steps_time_are_per_batch_and_explain_the_same_waits(tmp_
     assert (summary.speed.steps, terms["compute"], terms["wait_production"]) == (20, 25.0, 25.0)
     assert summary.bottleneck == "one_wait"
     assert "without it, 2 % of each step waits" in verdict(summary).headline
+
+
+def test_events_of_train_workers_have_the_time_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.serve.service.Agents", lambda *_, **__: None)  # actors on hosts
+    config = Config.model_validate({"recipe": "r"})
+    passes = Passes(config, {"train": read_range(8)}, {})
+    service = {"config": config, "node": "head", "budget_bytes": 0, "most_waiting": 1}
+    coordinator = Coordinator(passes, {"train": 8}, passes.identity("f"), **service)
+    began = round(time.time(), 3)
+    coordinator.log(kinds.CheckpointWritten(path="c", epoch=2, step=4, time=1.0))
+    (event,) = coordinator.drain()
+    assert event["time"] >= began and event["step"] == 4
+    assert coordinator.drain() == []
