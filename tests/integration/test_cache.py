@@ -94,12 +94,11 @@ def test_what_is_cached_is_decided_once_whatever_room_there_is_after_an_interrup
     ray_cluster: None, tmp_path: Path
 ) -> None:
     data = photos(tmp_path / "data")
-    small = job(data, cache="memory", cache_gb=0.02, cache_share=0.5, block_records=10)
-    large = job(data, cache="memory", cache_gb=0.1, block_records=10)
+    small, large = (job(data, cache="memory", cache_gb=gb, block_records=10) for gb in (0.02, 0.1))
     expected, share = two_epochs(small)
-    assert share == 0.5
-    other, whole = two_epochs(large)
-    assert whole == 1
+    assert 0.4 < share < 0.55, "20 MB of 36"
+    other, all_fit = two_epochs(large)
+    assert all_fit == 1
     assert other != expected, "otherwise this test shows nothing"
 
     begun = Train(small, keeps=True)
@@ -132,7 +131,7 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     cache = outcome.summary.cache
     assert cache is not None and cache["kind"] == "memory"
     # 3 MB hold 732 pages, one for each of some of the 1,797 digits.
-    assert 45 < cache["hit_pct"] < 55
+    assert 33 < cache["hit_pct"] < 44
     [host] = cache["hosts"]
     node = outcome.summary.cluster.hosts[0].model_dump()["node_id"]
     in_memory = f"stoker-cache-*-{node[:12]}"
@@ -144,7 +143,7 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     assert [e["found"] > 450 for e in train] == [False, True, True]
     [note] = [e["text"] for e in events if e["event"] == "note" and "data.cache" in e["text"]]
     assert "% of the training records fit, " in note
-    assert "the others take longer than without a cache; set data.cache_share to 0." in note
+    assert "the others are preprocessed in every epoch as without a cache" in note
     said = (outcome.run_dir / "logs/console.log").read_text()
     assert "of the last epoch's records came from memory" in said
 

@@ -532,6 +532,17 @@ def test_a_process_that_works_on_for_a_pass_given_up_is_ended_unless_it_has_copi
         assert attempt.planner.look(time.monotonic() + 60) == ([] if bound else [me])
 
 
+def test_nobody_is_late_while_this_machine_stands_still() -> None:
+    job, now = Job(EIGHT, hosts=2), time.monotonic()
+    assert job.workers[0].ask()
+    nodes = [about(host) for host in job.hosts]
+    job.head._look_once(nodes, now)
+    assert job.head._look_once(nodes, now + 5000) == []
+    assert len(job.head.hosts.workers) == 4 and not job.head.shared.pool.avoided
+    after = (job.head._look_once(nodes, now + 5000 + second) for second in range(1, 400))
+    assert any("its handle" in handles for handles in after), "it does hang"
+
+
 def test_a_place_ahead_of_the_data_is_refused() -> None:
     job = Job(EIGHT, ranks=2, batch=2)
     assert job.head.position(0, 0, 0, 0)["rows"] == 0

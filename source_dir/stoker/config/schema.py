@@ -82,7 +82,7 @@ class DataConfig(Section):
     )
     cache_share: float | None = key(
         None,
-        "share of the records to cache, chosen by key; null: all",
+        "share of the records to cache, chosen by key; null: what fits on the hosts present at the start",
         gt=0,
         le=1,
     )

@@ -224,6 +224,10 @@ def pages_of(parts: list[Any]) -> int:
     return -(-sum(map(len, parts)) // PAGE) * PAGE
 
 
+def size_in_cache(record: Record) -> int:
+    return pages_of(encode(record))
+
+
 def encode(record: Record) -> list[Any]:
     """A record as bytes-like parts; arrays come last, as they are in memory."""
     buffers: list[pickle.PickleBuffer] = []

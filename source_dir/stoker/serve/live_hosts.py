@@ -62,6 +62,11 @@ class Hosts:
         now = time.monotonic()
         return any(now - each.seen > SILENT_S / 2 for each in self.workers.values())
 
+    def extend(self, seconds: float) -> None:
+        """After this machine stood still, perhaps with others: nobody is late by that."""
+        workers = self.workers.items()
+        self.workers = {k: each._replace(seen=each.seen + seconds) for k, each in workers}
+
     def emptied(self, needed: Callable[[], set[str]]) -> set[str]:
         """Nodes of hosts that are about to leave and hold nothing that is `needed`."""
         closing = self.elastic.closing - self.pool.staffed

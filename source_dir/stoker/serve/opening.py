@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.chain import Chain
@@ -12,13 +18,14 @@ from stoker.chain.probing import fix_schemas
 from stoker.chain.stages import cache_key, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
-from stoker.errors import UsageError, where_raised
-from stoker.protocol import DataCursor, Pad, Plan, Schema
-from stoker.read.host_cache import CacheSpec
+from stoker.errors import CacheError, UsageError, where_raised
+from stoker.protocol import DataCursor, Pad, Plan, Schema, Shard
+from stoker.read.host_cache import CacheSpec, homes_of, size_in_cache
 from stoker.read.identity import identity_of, kind_of
-from stoker.read.sources import Source, drawing
+from stoker.read.sources import IndexedSource, Source, drawing
 from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
-from stoker.serve.shards import DatasetSource
+from stoker.serve.pool import chain_hosts
+from stoker.serve.shards import DatasetSource, host_cache
 
 if TYPE_CHECKING:
     from stoker.serve.passes import Passes
@@ -112,6 +119,7 @@ def open_sources(config: Config) -> Data:
 
 def open_splits(config: Config, data: Data | None = None) -> Data:
     """As `open_data`, before any record runs through its chain."""
+    from stoker.chain.chain import Chain
     from stoker.chain.entries import as_stages
 
     data = data or open_sources(config)
@@ -224,7 +232,10 @@ def start_coordinator(
     if kept and config.data.cache != "none":
         most = None if config.data.cache_gb is None else int(config.data.cache_gb * 1e9)
         cache = CacheSpec(config.data.cache, secrets.token_hex(6), most, config.data.cache_folder)
-        share = config.data.cache_share or (begun and begun.plan.cache_share) or 1.0
+        share = config.data.cache_share or (begun.plan.cache_share if begun else None)
+        if share is None:
+            splits = {split: (data.sources[split], data.chains[split]) for split in kept}
+            share = share_that_fits(config, splits, data.totals, cache)
         for split in kept:
             data.chains[split].share = share
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
@@ -243,3 +254,103 @@ def start_coordinator(
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
+
+
+MOST_RECORDS, MOST_FILES, PER_FILE = 64, 4, 16
+"""How many records tell how large they are, spread over the split; of a source that only reads sequentially,
+the first ones of a few shards."""
+SAMPLE_S, DEADLINE_S = 10.0, 60.0
+"""Time for making them, and for all answers, since processes have to start."""
+MARGIN = 0.95
+"""Share of the room to fill: what does not fit after all costs more than without a cache."""
+
+
+def share_that_fits(
+    config: Config,
+    splits: dict[str, tuple[Source, Chain]],
+    totals: dict[str, int | None],
+    cache: CacheSpec,
+) -> float:
+    """The share of the records that the caches of the present hosts have room for.
+
+    1 if a split cannot count its records, or if sizes or room cannot be measured: each host then caches the
+    records that it encounters first.
+    """
+    import ray
+
+    counts = {split: count for split in splits if (count := totals[split])}
+    if counts.keys() != splits.keys():
+        return 1.0
+    here, samples, sizes = ray.get_runtime_context().get_node_id(), dict[str, list[Shard]](), []
+    for split, (source, chain) in splits.items():
+        samples[split] = sample(source)
+        # In a task, which may die of a record.
+        found = _on([here], _sizes, source.for_workers(), chain, samples[split])[0]
+        sizes.append(found or [])
+    rooms = _rooms(config, cache, here)
+    if not all(sizes) or not any(rooms):
+        return 1.0
+    needed = sum(count * fmean(found) for count, found in zip(counts.values(), sizes, strict=True))
+    homed = all(
+        homes_of(counts[split], config.data.block_records)
+        if isinstance(source, IndexedSource)
+        else all(shard.home for shard in samples[split])
+        for split, (source, _) in splits.items()
+    )
+    # Without homes, each host encounters all records in time.
+    return min(1.0, MARGIN * (sum(rooms) if homed else min(rooms)) / needed)
+
+
+def sample(source: Source) -> list[Shard]:
+    """Shards of a split at equal distances, in the order of its files."""
+    shards = source.shards(1, None)
+    most = min(len(shards), MOST_RECORDS if isinstance(source, IndexedSource) else MOST_FILES)
+    return [shards[number * len(shards) // most] for number in range(most)]
+
+
+def _rooms(config: Config, cache: CacheSpec, here: str) -> list[int]:
+    """Bytes that each host that preprocesses may cache; a host that does not answer is left out."""
+    import ray
+
+    hosts = chain_hosts(config, here, ray.nodes(), Counter())
+    hosts = [host for host in hosts if not host.trains] or hosts
+    rooms = _on([host.node for host in hosts], _room, cache)
+    return [room for room in rooms if room is not None]
+
+
+def _room(cache: CacheSpec) -> int:
+    try:
+        return host_cache(cache, "").usage[1]
+    except CacheError:
+        return 0  # its chain workers report it
+
+
+def _sizes(source: Source, chain: Chain, shards: list[Shard]) -> list[int]:
+    """Bytes in the cache of some records of a split."""
+    sizes, ends = list[int](), time.monotonic() + SAMPLE_S
+
+    def keep(record: Any) -> int:
+        sizes.append(size_in_cache(record))
+        return 0
+
+    for shard in shards:
+        if time.monotonic() < ends:
+            chain.run(islice(source.read(shard, None), PER_FILE), 0, keep)
+    return sizes
+
+
+def _on(nodes: list[str], what: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a function returns on each of some hosts; None: it raised, or did not answer in time."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0, max_retries=0)(what)
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    named = [task.options(name="cache", scheduling_strategy=place) for place in places]
+    calls = [each.remote(*arguments) for each in named]
+    done = ray.wait(calls, num_returns=len(calls), timeout=DEADLINE_S)[0] if calls else []
+    found = dict.fromkeys(calls)
+    for call in done:
+        with contextlib.suppress(ray.exceptions.RayError):
+            found[call] = ray.get(call)
+    return list(found.values())

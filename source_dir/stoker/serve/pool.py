@@ -243,15 +243,18 @@ class CacheAffinity:
         share = there / figures["records"]
         if share >= ALL_FIT:
             return ""
-        held = sum(used for used, _ in self.usage.values())
+        held, need = sum(used for used, _ in self.usage.values()), ""
+        if figures["kept"]:
+            whole = figures["kept_bytes"] / figures["kept"] * figures["records"]
+            need = f", all would take about {size(whole)}"
         others = "are preprocessed in every epoch as without a cache"
         if chosen >= 1:
             others = (
-                "take longer than without a cache; set data.cache_share to"
-                f" {max(share, 0.01):.2f} in the next run"
+                "take longer than without a cache, for how many fit was not known at the start; set"
+                f" data.cache_share to {max(share, 0.01):.2f} in the next run"
             )
         return (
             f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
-            f" {count_of(len(self.usage), 'host')}; the others {others}. To fit more: raise data.cache_gb,"
+            f" {count_of(len(self.usage), 'host')}{need}; the others {others}. To fit more: raise data.cache_gb,"
             " add hosts, use data.cache: disk or shrink images before the first random transform"
         )

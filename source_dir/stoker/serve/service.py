@@ -8,6 +8,7 @@ loaders.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -40,6 +41,8 @@ CLAIM_WAIT_S, WORK_WAIT_S = 5.0, 1.0
 """How long a chain worker waits for work in one call, and between looks."""
 LATER_S = 0.5
 """When a chain worker asks again for which there is no room to wait."""
+PAUSE_S = 5.0
+"""Looks that are further apart tell that this machine stood still."""
 MOVED_S = 5.0
 LEASES_END_S = 3.0
 NO_HOST_DEADLINE_S = 180.0
@@ -89,7 +92,7 @@ class DataService(ABC):
         self.hosts = Hosts(self.shared.pool, elastic, agents)
         self._waiting = 0
         self._started = threading.Lock()
-        self._look_now = threading.Event()
+        self._look_now, self._looked = threading.Event(), math.inf
 
     @abstractmethod
     def event(self, event: Event) -> None:
@@ -275,6 +278,8 @@ class DataService(ABC):
         hosts = self.hosts
         with self.shared.changed:
             planner = self._planner()
+            self._paused(max(now - self._looked - PAUSE_S, 0.0), planner)
+            self._looked = now
             ended = self.attempt is not None and self.attempt.all_produced
             hungry = bool(planner and planner.hungry)
             hosts.split(self.config, self.node, nodes, draining, now, ended, hungry, self.is_idle)
@@ -289,6 +294,15 @@ class DataService(ABC):
             self._rescuer = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
             self._rescuer.start()
         return handles
+
+    def _paused(self, seconds: float, planner: Planner | None) -> None:
+        """This machine stood still, and perhaps others with it: nobody is late by what nobody could do."""
+        if not seconds:
+            return
+        self.hosts.extend(seconds)
+        for item in (*planner.active.values(), *planner.again) if planner else ():
+            item.quiet_since += seconds
+            item.stuck_since += seconds
 
     def _lease_failed(self, error: BaseException) -> None:
         if not self.over and self.attempt is not None:
