@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from damage import read_all
@@ -20,35 +17,25 @@ from whole_way import Way
 
 from benchmarks import (
     end_to_end,
-    epoch_gap,
     far_objects,
     field,
-    gpu,
-    gpu_host,
     harness,
     s3,
     shapes,
     slow_samples,
     small_objects,
 )
-from benchmarks.harness import Measure
-from benchmarks.jobs import RECIPES
 from benchmarks.limits import NETWORK, RECEIVER, SWEEP, Row, measures
 from benchmarks.loaders.work import (
-    Consumer,
     files_of,
-    longest_gap,
     pillow,
-    rate,
     slope,
     write_folder,
 )
 from benchmarks.sleeping import Found
-from stoker.config.schema import Config
 from stoker.data import read_images, read_webdataset
 from stoker.read.far_files import READS
 from stoker.read.sources import ID_MODULUS, record_id
-from stoker.recipe import load_recipe
 from stoker.serve.opening import pads_of
 
 
@@ -56,22 +43,6 @@ def jpeg(level: int) -> bytes:
     content = io.BytesIO()
     Image.new("RGB", (64, 48), (level, level, level)).save(content, "JPEG")
     return content.getvalue()
-
-
-def test_the_rate_is_that_of_the_window_alone() -> None:
-    """Slow at first (starting), then 10 records in 1 s, then slow again (the last tasks, alone)."""
-    times = [
-        (0.0, 10),
-        (50.0, 40),
-        (51.0, 50),
-        (52.0, 60),
-        (53.0, 70),
-        (54.0, 80),
-        (55.0, 90),
-        (56.0, 95),
-    ]
-    assert rate(times, 100) == pytest.approx(45 / 5)
-    assert longest_gap(times) == 50.0
 
 
 def test_all_loaders_read_each_image_of_the_folder_once(tmp_path: Path) -> None:
@@ -82,16 +53,6 @@ def test_all_loaders_read_each_image_of_the_folder_once(tmp_path: Path) -> None:
     image = pillow()(Path(files[0][0]).read_bytes())
     assert image.shape == (3, 224, 224)
     assert image.dtype == torch.uint8
-
-
-def test_the_consumer_notes_what_it_was_given(tmp_path: Path) -> None:
-    consumer = Consumer(total=8)
-    for level in (10, 20, 30, 40):
-        consumer.take(torch.full((2, 3, 224, 224), level, dtype=torch.uint8), torch.tensor([0, 1]))
-    consumer.write(tmp_path / "seen.json")
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert (seen["rows"], seen["mean"]) == (8, 25.0)
-    assert json.loads(seen["sorted_labels"]) == {"0": 4, "1": 4}
 
 
 @pytest.mark.parametrize(
@@ -108,37 +69,6 @@ def test_speed_from_doing_less_is_found(change: dict[str, Any], reason: str) -> 
     end_to_end.check(found)
     with pytest.raises(RuntimeError, match=reason):
         end_to_end.check(found | {"peer": [seen | change]})
-
-
-def test_memory_that_grows_does_not_count_as_flat() -> None:
-    ready = round(epoch_gap.PREFETCH_S / epoch_gap.STEP_S) * epoch_gap.BATCH * 224 * 224 * 3
-    flat = [ready + 400 * 2**20] * epoch_gap.EPOCHS
-    growing = [value + number * 2**20 for number, value in enumerate(flat)]
-    assert epoch_gap.memory(flat)[1].met
-    assert not epoch_gap.memory(growing)[1].met
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "synthetic"])
-@pytest.mark.long
-def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> None:
-    from stoker.chain.chain import Chain
-    from stoker.chain.entries import as_stages
-    from stoker.train.feed import as_tensors
-
-    write_folder(tmp_path / "data", [jpeg(9)], total=8)
-    size = gpu.Size(records=8, batch=4, precision="fp32", image=32)
-    job = gpu.job_of("resnet10t", kind, tmp_path, size)
-    Config.model_validate(job)
-    recipe = load_recipe(job["recipe"], job["params"], RECIPES)
-    source = recipe.read("train")
-    assert source.count() == 8
-    records = list(source.read(source.shards(4, None)[0], None))
-    columns, _ = Chain(as_stages(recipe.preprocess("train")), seed=0).run(records, epoch=0)
-    batch = as_tensors({name: np.array(column) for name, column in columns.items()})[0]
-    assert batch["image"].shape == (4, 3, 32, 32)
-    assert batch["image"].dtype == torch.uint8
-    loss: Any = recipe.training_step(recipe.model(), recipe.on_device("train")(batch))
-    assert torch.isfinite(loss)
 
 
 def test_the_rate_of_batches_that_come_in_waves_is_that_of_the_waves() -> None:
@@ -193,37 +123,6 @@ def test_small_objects_are_listed_and_requested_once_and_the_server_counts_that(
     assert found["most open"] <= READS + 10, "those of pyarrow, which listed"
     [share, asked, *_] = small_objects.rows(15.0, 1.0, {**found, "HEAD": 200})
     assert (share.ratio, share.met, asked.ours, asked.met) == (0.5, False, 2.0, False)
-
-
-def test_processes_of_a_gpu_host_are_told_apart() -> None:
-    raylet = "/lib/ray/core/src/ray/raylet/raylet --python_worker_command=/opt/code/stoker/hosts/forks/forked.py"
-    expected = {
-        "ray::Coordinator.ahead": (gpu_host.OURS, "data service, with Ray Data's executor"),
-        "ray::_AutoscalingCoordinatorActor": (
-            gpu_host.RAYS,
-            "other actors of Ray Data and Ray Train",
-        ),
-        "ray::RayTrainWorker": (gpu_host.TRAIN, "train worker"),
-        "python3 /opt/ml/input/data/code/train.py": (gpu_host.OURS, "driver"),
-        raylet: (gpu_host.RAYS, "raylet"),
-    }
-    assert {command: gpu_host.kind_of(command) for command in expected} == expected
-    cores = Counter({kind: 0.01 * number for number, kind in enumerate(expected.values(), 1)})
-    whole, rays, *_ = gpu_host.rows(cores)
-    assert (whole.ours, whole.met, rays.ours) == (pytest.approx(0.05), False, pytest.approx(0.07))
-
-
-def row(name: str, ours: float) -> Measure:
-    return Measure(name, ours, 2.0, "peer", ours / 2, None, None, "s")
-
-
-def test_results_are_kept_by_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results" / "latest.json")
-    harness.publish([row("a", 1.0), row("b", 2.0)])
-    harness.publish([row("b", 3.0), row("c", 4.0)])
-    rows = json.loads(harness.RESULTS.read_text())
-    assert {r["measure"]: r["ours"] for r in rows} == {"a": 1.0, "b": 3.0, "c": 4.0}
-    assert all(r["date"] and r["cores"] for r in rows)
 
 
 def test_measures_that_share_a_name_are_refused() -> None:
@@ -290,12 +189,6 @@ def as_predicted() -> list[Row]:
     return [
         replace(r, samples_per_s=r.predicted.samples_per_s, binds=r.predicted.binds) for r in rows
     ]
-
-
-def test_each_limit_binds_in_some_of_them() -> None:
-    found = Counter(row.predicted.binds for row in as_predicted())
-    assert found == {"cpu": 4, "gpu": 3, "receiver": 2, "network": 3}
-    assert len(SHAPES) == 12
 
 
 def test_a_row_is_met_within_a_tenth_and_for_the_models_reason_only() -> None:

@@ -138,17 +138,6 @@ def test_links_in_the_documentation_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_every_place_runs_the_same_command() -> None:
-    from stoker_launcher.job import COMMAND
-
-    assert COMMAND == ("python", "train.py", "--config", "job.yaml")
-    for path in (ROOT / "launcher").rglob("*.py"):
-        if path.name != "job.py":
-            assert not re.search(r"""["']--config["']""", path.read_text()), (
-                f"{path}: spells the command itself"
-            )
-
-
 def test_names_of_hosts_and_folders_of_a_machine_stay_out() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

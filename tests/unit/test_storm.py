@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storm import verdict
-from benchmarks.storm.faults import FAULTS
 from benchmarks.storm.job import BATCH, RECORDS, STEPS
 from benchmarks.storm.watch import Sample
 
@@ -96,10 +95,3 @@ def test_memory_that_grows_is_a_problem_that_names_the_process(
     )
     assert (problems == []) is flat
     assert flat or "{'raylet --port (7)': " in problems[0]
-
-
-def test_every_fault_says_how_long_it_lasts_or_how_the_job_ends() -> None:
-    assert len(FAULTS) >= 20
-    for fault in FAULTS.values():
-        assert not (fault.ends and fault.lasts[1]), fault.name
-        assert fault.ends or not fault.says, fault.name
