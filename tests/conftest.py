@@ -55,7 +55,7 @@ FIRST = (
     "test_schema_of_a_split",
     "test_init",
     "test_site",
-    "test_loader_streams",
+    "test_loader_order",
 )
 """They take longest, so they start first: at the end, the other processes would wait for them."""
 

@@ -20,3 +20,8 @@ def test_torchvision_detection_reference(tmp_path: Path) -> None:
 def test_accelerate_dispatches_from_one_of_two_ranks(tmp_path: Path) -> None:
     """Four processes that import Accelerate, and a cluster."""
     trains_alike(tmp_path, "accelerated", "dispatch", ranks=2, steps=12)
+
+
+def test_trainers_of_lightning_and_hugging_face(tmp_path: Path) -> None:
+    """They rebuild loaders, or make their own: two processes that import both, and a cluster."""
+    trains_alike(tmp_path, "frameworks", steps=40)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 
-ALL = """
-import runpy, sys
-
-_, script, frameworks, data, out = sys.argv
-for loader in ("torch", "stoker"):
-    sys.argv = [script, data, f"--out={out}/{loader}", f"--loader={loader}"]
-    runpy.run_path(script, run_name="__main__")
-sys.argv = [frameworks, out]
-runpy.run_path(frameworks, run_name="__main__")
-"""
-"""A classic script with torch's loader and with ours, then frameworks; they share imports and a cluster."""
 COMMANDS: dict[int, str] = {}
 """Of the processes that were seen, by id."""
 
@@ -68,44 +56,25 @@ def losses(folder: Path) -> list[float]:
     return list(json.loads((folder / "losses.json").read_text()))
 
 
-@pytest.fixture(scope="module")
-def trained(
-    digits: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, set[psutil.Process]]:
-    """The classic script is killed in its second epoch, and goes on beside the others."""
-    data, folder = f"--data={digits / 'images'}", tmp_path_factory.mktemp("loops")
-    for name in ("torch", "stoker"):
-        (folder / name).mkdir()
-    ours = (data, f"--out={folder / 'stoker'}", "--loader=stoker")
-    run("classic.py", *ours, "--die-after=13", code=-9)
-    how = ("-c", ALL, str(SCRIPTS / "classic.py"))
-    return folder, run("frameworks.py", data, str(folder), how=how)
-
-
 def test_a_classic_script_trains_alike_and_goes_on_where_it_was_killed(
-    trained: tuple[Path, set[psutil.Process]],
+    digits: Path, tmp_path: Path
 ) -> None:
-    """Two epochs of 9 batches, a validation and a draw from `random` each.
+    """It is killed in its second epoch: two epochs of 9 batches, a validation and a draw from `random` each.
 
     What a killed script leaves behind: tests/integration/test_other_users.py.
     """
-    folder, processes = trained
-    assert losses(folder / "stoker") == losses(folder / "torch")
-    assert len(losses(folder / "torch")) == 22
+    ours, theirs = (
+        (f"--data={digits / 'images'}", f"--out={tmp_path / name}", f"--loader={name}")
+        for name in ("stoker", "torch")
+    )
+    for name in ("stoker", "torch"):
+        (tmp_path / name).mkdir()
+    run("classic.py", *ours, "--die-after=13", code=-9)
+    processes = run("classic.py", *ours)
+    run("classic.py", *theirs)
+    assert losses(tmp_path / "stoker") == losses(tmp_path / "torch")
+    assert len(losses(tmp_path / "torch")) == 22
     assert ended(processes)
-
-
-def test_frameworks_train_alike_and_do_use_the_loader(
-    trained: tuple[Path, set[psutil.Process]],
-) -> None:
-    found: dict[str, dict[str, Any]] = json.loads((trained[0] / "losses.json").read_text())
-    assert set(found) == {"accelerate", "lightnings", "huggingface"}
-    for name, of in found.items():
-        assert (
-            of["torch"]["losses"] == of["stoker"]["losses"] and len(of["torch"]["losses"]) > 16
-        ), name
-        assert of["torch"]["loader"].startswith("torch"), name
-        assert of["stoker"]["loader"].startswith("stoker"), name
 
 
 @pytest.mark.soak

@@ -91,11 +91,6 @@ def test_an_augmenter_that_ends_goes_on_with_its_next_pass() -> None:
     augmenter._finish()
 
 
-def test_seeds_are_one_for_each_process() -> None:
-    with pytest.raises(ValueError, match="seeds has 1 for 2 processes"):
-        stoker.MultiThreadedAugmenter(Reused(), None, 2, seeds=[1])
-
-
 def numbers(worker: int) -> Iterator[Any]:
     for n in range(3 + 4 * worker):
         yield {
@@ -135,9 +130,11 @@ def test_an_error_is_raised_where_its_item_would_come() -> None:
         next(offloaded)
 
 
-def test_workers_are_a_number_from_1() -> None:
+def test_numbers_of_workers_and_seeds_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="workers is a number from 1"):
         stoker.offload(breaks, workers=0)
+    with pytest.raises(ValueError, match="seeds has 1 for 2 processes"):
+        stoker.MultiThreadedAugmenter(Reused(), None, 2, seeds=[1])
 
 
 def draws(worker: int) -> Iterator[Any]:

@@ -41,7 +41,9 @@ def scaled(value, by=SCALE, missing=MISSING):
 """
 ROWS = """
 import os, sys
+import torch
 import settings
+from PIL import Image, ImageFile
 from settings import CFG, NAMES
 from tools.augment import crop
 import tools.augment
@@ -66,7 +68,9 @@ class Rows:
             settings.SEEN,
             CFG, CFG.frozen, settings.OPTIONS.crop, settings.MODEL, opt, settings.ORDER, settings.scaled(2),
             settings.COUNT, self.classes, self.table, self.Inner.depth, load(1), tools.augment.SIDE,
-            tools.augment.PARTS, lazily.LATE, os.environ.get("DATA_ROOT"), os.environ.get("GONE"), sys.argv,
+            tools.augment.PARTS, lazily.LATE, torch.tensor(0.1).dtype,
+            ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS, os.environ.get("DATA_ROOT"),
+            os.environ.get("GONE"), sys.argv,
         ])
 """
 AUGMENT = """
@@ -78,6 +82,7 @@ SCRIPT = """
 import argparse, os, sys, threading, warnings
 import lazily, rows, settings, tools.augment
 import torch.utils.data
+from PIL import Image, ImageFile
 import stoker
 
 def first(n):
@@ -95,6 +100,8 @@ def first(n):
     tools.augment.SIDE = 2 + n
     tools.augment.PARTS.append(n)
     lazily.LATE = n
+    torch.set_default_dtype((torch.float32, torch.float64, torch.float16)[n])
+    ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS = n > 0, 7 + n
     os.environ["DATA_ROOT"] = f"/data/{n}"
     os.environ.pop("GONE", None)
 

@@ -145,7 +145,11 @@ def ending(records: list[list[Any]]) -> Any:
     return records
 
 
-@pytest.mark.parametrize("kind", ["draws", "notes", "empties records", "ends"])
+def asking(records: list[list[Any]]) -> Any:
+    return records, os.environ["RANK"] if records[0][1] > 100 else ""
+
+
+@pytest.mark.parametrize("kind", ["draws", "notes", "empties records", "ends", "asks"])
 def test_ranks_read_alone_what_may_differ_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -155,32 +159,19 @@ def test_ranks_read_alone_what_may_differ_for_each(
         "notes": dataset.collate,
         "empties records": emptying,
         "ends": ending,
+        "asks": asking,
     }[kind]
-    expected = [alone(monkeypatch, dataset, rank, collate, num_workers=1) for rank in range(RANKS)]
-    passes = [iter(loader(dataset, rank, collate, num_workers=1)) for rank in range(RANKS)]
+    expected, passes = [], []
+    for rank in range(RANKS):
+        monkeypatch.setenv("RANK", str(rank))
+        expected.append(alone(monkeypatch, dataset, rank, collate, num_workers=1))
+    for rank in range(RANKS):
+        monkeypatch.setenv("RANK", str(rank))
+        passes.append(iter(loader(dataset, rank, collate, num_workers=1)))
     steps = itertools.zip_longest(*passes)
     found = [[batch for batch in rank if batch is not None] for rank in zip(*steps, strict=True)]
     assert equal(found, [each[0] for each in expected])
     assert len(dataset.makers()) > RECORDS
-
-
-class Asking(Numbers):
-    def __iter__(self) -> Iterator[Any]:
-        for number, record in enumerate(super().__iter__()):
-            yield record, os.environ["RANK"] if number > 100 else ""
-
-
-def test_code_that_asks_for_its_rank_reads_alone_from_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset, passes = Asking(tmp_path), []
-    for rank in range(RANKS):
-        monkeypatch.setenv("RANK", str(rank))
-        passes.append(iter(loader(dataset, rank, list, num_workers=1)))
-    found = [list(each) for each in zip(*zip(*passes, strict=True), strict=True)]
-    for rank in range(RANKS):
-        monkeypatch.setenv("RANK", str(rank))
-        assert equal(found[rank], alone(monkeypatch, dataset, rank, list, num_workers=1)[0])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -27,5 +27,8 @@ def way(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
 
 @pytest.fixture
 def loader_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of a `stoker.DataLoader` are made by the same code as on a cluster, without Ray."""
+    """Batches of a `stoker.DataLoader` are made as on a cluster, several at a time, but without Ray."""
+    from stoker.loader.makers import ProcessMaker
+
     monkeypatch.setenv("STOKER_LOADER", "process")
+    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (3, least))

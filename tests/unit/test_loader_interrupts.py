@@ -5,8 +5,10 @@ Batches are made in this process (STOKER_LOADER=process): by the same code as on
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,13 +17,12 @@ import torch
 from loading import Stream
 
 from stoker import DataLoader
-from stoker.loader import iterator
 
-FILES = {iterator.__file__}
+FILE = str(Path(inspect.getfile(DataLoader)).with_name("iterator.py"))
 
 
 class Interrupt:
-    """Raises at the first line that runs in `FILES` and that none has struck before."""
+    """Raises at the first line that runs in `FILE` and that none has struck before."""
 
     def __init__(self, struck: set[tuple[str, int]]) -> None:
         self.struck, self.line = struck, ""
@@ -34,7 +35,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._runs if frame.f_code.co_filename in FILES else None
+        return self._runs if frame.f_code.co_filename == FILE else None
 
     def _runs(self, frame: FrameType, event: str, argument: object) -> Any:
         here = frame.f_code.co_filename, frame.f_lineno

@@ -1,4 +1,4 @@
-"""`stoker.DataLoader` against torch's: one table, whole and interrupted anywhere; then what it adds."""
+"""`stoker.DataLoader` against torch's: one table, whole and interrupted anywhere; then scenes apart."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from alike import equal
+from alike import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loading import Records, Stream, Together, row
-from test_packing import same
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -33,12 +31,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stoker import DataLoader
-from stoker.loader.loader_source import PAGES, LoaderSource
-from stoker.loader.makers import ProcessMaker
-from stoker.loader.script_state import ScriptState
-from stoker.loader.work import LoaderWork, LoadRequest
-from stoker.protocol import Shard
-from stoker.serve.blocks.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("loader_in_this_process")
 
@@ -60,7 +52,12 @@ class Counts(IterableDataset[Any]):
             yield 100 * self.epoch + number
 
 
-class Positions(Sampler[int]):
+class Own(Sampler[int]):
+    def __len__(self) -> int:
+        return 23
+
+
+class Positions(Own):
     def __init__(self) -> None:
         self.epoch = self.at = 0
 
@@ -71,9 +68,6 @@ class Positions(Sampler[int]):
             yield order[self.at - 1]
         self.epoch, self.at = self.epoch + 1, 0
 
-    def __len__(self) -> int:
-        return 23
-
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "at": self.at}
 
@@ -81,7 +75,7 @@ class Positions(Sampler[int]):
         self.epoch, self.at = state["epoch"], state["at"]
 
 
-class Yielded(Sampler[int]):
+class Yielded(Own):
     """As torchdata's StatefulDistributedSampler: its state is what it has yielded, also at its end."""
 
     def __init__(self) -> None:
@@ -93,9 +87,6 @@ class Yielded(Sampler[int]):
             self.yielded += 1
             yield 22 - index
 
-    def __len__(self) -> int:
-        return 23
-
     def state_dict(self) -> dict[str, int]:
         return {"yielded": self.yielded}
 
@@ -103,14 +94,27 @@ class Yielded(Sampler[int]):
         self.skip = state["yielded"]
 
 
-class Eager(Sampler[int]):
+class Drawing(Own):
+    """Draws as it goes; its own state is empty."""
+
+    def __init__(self) -> None:
+        self.generator = own()
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(23):
+            yield int(torch.randint(23, (1,), generator=self.generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Eager(Own):
     """Draws when it is asked for an iterator, not when that is asked for its first index."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(23).tolist())
-
-    def __len__(self) -> int:
-        return 23
 
 
 def own(seed: int = 9) -> torch.Generator:
@@ -119,11 +123,8 @@ def own(seed: int = 9) -> torch.Generator:
 
 def drawn_batches(generator: torch.Generator | None) -> dict[str, Any]:
     sampler = RandomSampler(range(23), generator=generator)
-    return {
-        "batch_sampler": BatchSampler(sampler, 5, drop_last=True),
-        "batch_size": 1,
-        "generator": generator,
-    }
+    batches = BatchSampler(sampler, 5, drop_last=True)
+    return {"batch_sampler": batches, "batch_size": 1, "generator": generator}
 
 
 def uneven(worker: int, workers: int) -> Iterator[Any]:
@@ -131,7 +132,30 @@ def uneven(worker: int, workers: int) -> Iterator[Any]:
     return (torch.tensor([worker, n]) for n in range(5 + 6 * worker))
 
 
-MAPPED: dict[str, Callable[[], dict[str, Any]]] = {
+ORDERS: dict[str, Callable[[], list[int]]] = {
+    "random": lambda: random.sample(range(40), 40),
+    "numpy": lambda: np.random.permutation(40).tolist(),
+    "torch": lambda: torch.randperm(40).tolist(),
+}
+
+
+def seeds(worker: int) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+
+
+def drawn_order(by: str) -> Stream:
+    """Where all workers draw the same order, each takes its part."""
+
+    def read(worker: int, workers: int) -> Iterator[Any]:
+        for number in ORDERS[by]()[worker::workers]:
+            yield torch.tensor([number, *(float(order()[0]) for order in ORDERS.values())])
+
+    return Stream(read)
+
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True, "generator": own()},
     "shuffled globally": lambda: {"shuffle": True},
@@ -144,46 +168,65 @@ MAPPED: dict[str, Callable[[], dict[str, Any]]] = {
     "positions": lambda: {"sampler": Positions()},
     "yielded": lambda: {"sampler": Yielded()},
     "dropping": lambda: {"sampler": Yielded(), "drop_last": True},
+    "drawing": lambda: {"sampler": Drawing()},
     "eager": lambda: {"sampler": Eager()},
-}
-STREAMED: dict[str, Callable[[], dict[str, Any]]] = {
     "stream": lambda: {"dataset": Counts(by=0)},
     "turns": lambda: {"dataset": Stream(uneven)},
     "whole turns": lambda: {"dataset": Stream(uneven), "drop_last": True},
     "single turns": lambda: {"dataset": Stream(uneven), "batch_size": None},
 }
-KINDS = MAPPED | STREAMED
+NOT_RESUMED = {"epochs": lambda: {"dataset": Counts()}}
+"""A dataset with a state of its own begins again in a new process."""
+NOT_TORCHS = {
+    f"seeded {by}": lambda by=by: {"dataset": drawn_order(by), "worker_init_fn": seeds}
+    for by in ORDERS
+}
+"""Without workers, torch's draw from the script's generators; persistent ones draw others in later passes."""
 EXAMPLES = int(os.environ.get("STOKER_LOADER_EXAMPLES", "40"))
 
 
 def loader(of: type[Any], kind: str, workers: int = 0, persistent: bool = False) -> Any:
-    given = {"epochs": lambda: {"dataset": Counts()}, **KINDS}[kind]()
     shape = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
+    given = {**KINDS, **NOT_RESUMED, **NOT_TORCHS}[kind]()
     return of(**{"dataset": Records(count=23), **shape, **given})
+
+
+def opened(made: Any) -> Any:
+    """The script draws between iter() and next(), before the sampler is asked if there are no workers."""
+    batches = iter(made)
+    torch.rand((), generator=None if made.num_workers else made.generator)
+    return batches
 
 
 def lists(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-def passes(of: type[Any], *case: Any, sets_epoch: bool = True) -> list[Any]:
+def passes(of: type[Any], *case: Any, before: Callable[[Any, int], Any] | None = None) -> list[Any]:
     torch.manual_seed(1)
     made, found = loader(of, *case), []
     for epoch in range(3):
-        if sets_epoch and isinstance(made.sampler, DistributedSampler):
-            made.sampler.set_epoch(epoch)
-        found.append((lists(made), float(torch.rand(()))))
+        if before:
+            before(made, epoch)
+        found.append((lists(opened(made)), float(torch.rand(()))))
     return found
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [*KINDS, "epochs"])
+@pytest.mark.parametrize("kind", [*KINDS, *NOT_RESUMED])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (3, False), (2, True)])
 def test_batches_and_the_scripts_own_draws_are_those_of_torch(
-    kind: str, workers: int, persistent: bool
+    kind: str, workers: int, persistent: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def before(made: Any, epoch: int) -> None:
+        if isinstance(made.sampler, DistributedSampler):
+            made.sampler.set_epoch(epoch)
+        if epoch == 2:  # as importing a package may do
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.syspath_prepend(str(tmp_path))
+
     case = kind, workers, persistent
-    assert passes(DataLoader, *case) == passes(TorchLoader, *case)
+    assert passes(DataLoader, *case, before=before) == passes(TorchLoader, *case, before=before)
 
 
 @pytest.mark.long
@@ -193,7 +236,7 @@ def test_batches_and_the_scripts_own_draws_are_those_of_torch(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    kind=st.sampled_from([*KINDS]),
+    kind=st.sampled_from([*KINDS, *NOT_TORCHS]),
     workers=st.integers(0, 3),
     persistent=st.booleans(),
     stops=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=5),
@@ -203,21 +246,21 @@ def test_interrupted_anywhere_a_loader_gives_what_it_would_have_given(
 ) -> None:
     """Each stop is a new process: after some batches, in any pass; before its first batch, perhaps opened."""
     case = kind, workers, persistent and workers > 0
-    whole = [batches for batches, _ in passes(DataLoader, *case, sets_epoch=False)]
+    whole = [batches for batches, _ in passes(DataLoader, *case)]
     found: list[list[Any]] = [[]]
     torch.manual_seed(1)
-    made = loader(DataLoader, *case)
+    made, is_open = loader(DataLoader, *case), False
     for take, opens in [*stops, (1000, True)]:
         left = take
-        while left and len(found) <= 3:
-            part = lists(itertools.islice(iter(made), left))
+        while (left or (opens and not take)) and len(found) <= 3:
+            part = lists(itertools.islice(iter(made) if is_open else opened(made), left))
             found[-1] += part
-            left -= len(part)
-            if left:
-                found.append([])
-                torch.rand(())  # as the script does between its passes
-        if opens and not take:
-            iter(made)
+            left, is_open = left - len(part), True
+            if not left:
+                break
+            found.append([])
+            is_open = False
+            torch.rand(())  # as the script does between its passes
         state, drawn = made.state_dict(), torch.get_rng_state()
         torch.manual_seed(77)
         made = loader(DataLoader, *case)
@@ -225,17 +268,6 @@ def test_interrupted_anywhere_a_loader_gives_what_it_would_have_given(
         assert made.state_dict() == state, "also before the first batch"
         torch.set_rng_state(drawn)
     assert found[:3] == whole
-
-
-class Sized(list[int]):
-    size = 0
-
-
-def sized() -> Iterator[Any]:
-    for size in range(3):
-        batch = Sized([size])
-        batch.size = size
-        yield batch
 
 
 class Refilled(Sampler[Any]):
@@ -275,12 +307,38 @@ class FailsOnTheWay(IterableDataset[Any]):
         return number
 
 
+class Refills(Records):
+    """Its records, and what is collated, lie in the same memory, as in buffers that are read into."""
+
+    def __init__(self) -> None:
+        super().__init__(count=12)
+        self.record, self.batch = torch.zeros(1000), {"x": np.zeros((1, 1000)), "of": [0]}
+        self.first: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.record.fill_(index)
+
+    def into_arrays(self, records: list[torch.Tensor]) -> Any:
+        self.batch["x"][:] = records[0]
+        self.batch["of"][0] = int(records[0][0])
+        return self.batch
+
+    def into_the_first(self, records: list[torch.Tensor]) -> Any:
+        if self.first is None:
+            self.first = default_collate(records)
+        return self.first.fill_(records[0][0])
+
+
+def refilled(of: type[Any], collates: Any) -> Any:
+    records = Refills()
+    collate = getattr(records, collates or "", default_collate if collates else None)
+    size = 1 if collates else None
+    return [copy.deepcopy(batch) for batch in of(records, size, collate_fn=collate)]
+
+
 def side_by_side(of: type[Any], workers: int) -> Any:
-    """And with a draw between iter() and next()."""
     made = [of(range(12), batch_size=4, shuffle=True, num_workers=workers) for _ in range(2)]
-    both = [list(each) for each in zip(*made, strict=True)]
-    late, drawn = iter(made[0]), torch.rand(())
-    return both, drawn, list(late)
+    return [list(each) for each in zip(*made, strict=True)]
 
 
 def datapipe(of: type[Any], workers: int) -> Any:
@@ -328,29 +386,6 @@ def init_draws(of: type[Any]) -> Any:
     return list(of(dataset, batch_size=None, num_workers=2, worker_init_fn=draws))
 
 
-ORDERS: dict[str, Callable[[], list[int]]] = {
-    "random": lambda: random.sample(range(40), 40),
-    "numpy": lambda: np.random.permutation(40).tolist(),
-    "torch": lambda: torch.randperm(40).tolist(),
-}
-
-
-def seeds(worker: int) -> None:
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-
-
-def drawn_order(by: str) -> Stream:
-    """Where all workers draw the same order, each takes its part."""
-
-    def read(worker: int, workers: int) -> Iterator[Any]:
-        for number in ORDERS[by]()[worker::workers]:
-            yield number, *(float(order()[0]) for order in ORDERS.values())
-
-    return Stream(read)
-
-
 def info_of(of: type[Any]) -> Any:
     return [
         list(of(dataset, batch_size=1, collate_fn=list))
@@ -361,6 +396,24 @@ def info_of(of: type[Any]) -> Any:
     ]
 
 
+def padded(batch: Any, **_: Any) -> Any:
+    return torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+
+
+def registered(of: type[Any]) -> Any:
+    """A function of the script collates tensors."""
+    functions = torch.utils.data._utils.collate.default_collate_fn_map
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(functions, torch.Tensor, padded)
+        return list(of([torch.ones(n) for n in range(2, 14)], batch_size=2))
+
+
+UNLIKE: list[list[Any]] = [
+    [torch.tensor([1], dtype=torch.uint8), torch.tensor([300])],
+    [torch.ones(1), torch.tensor([1e300], dtype=torch.float64)],
+    [np.array([1]), np.array([1.5])],
+    [torch.ones(2), torch.ones(2, requires_grad=True)],
+]
 PLACES: dict[str, Callable[[], Any]] = {
     "list": lambda: [0, 0],
     "lists": lambda: [[0], [0]],
@@ -377,12 +430,6 @@ SCENES: dict[str, Callable[[type[Any]], Any]] = {
     "iterators as batches": lambda of: list(
         of(Records(), batch_sampler=(iter([n, n + 1]) for n in range(3)))
     ),
-    "generators as batches": lambda of: list(
-        of(Records(), batch_sampler=((i for i in [n]) for n in range(3)))
-    ),
-    "lists with attributes": lambda of: list(
-        of(Together(lambda asked: [(asked[0], asked.size)]), batch_sampler=sized())
-    ),
     "fetched together": lambda of: list(
         of(Together(lambda asked: [row(n) for n in asked]), batch_size=5)
     ),
@@ -392,11 +439,22 @@ SCENES: dict[str, Callable[[type[Any]], Any]] = {
     "collates itself with a generator": lambda of: collates_itself(of, own()),
     "goes on after an error": beyond_an_error,
     "worker_init_fn draws": init_draws,
-    "worker_init_fn seeds": lambda of: list(
-        of(drawn_order("random"), **SHARED, worker_init_fn=seeds)
-    ),
+    **{
+        f"worker_init_fn seeds {by}": lambda of, by=by: list(
+            of(drawn_order(by), **SHARED, worker_init_fn=seeds)
+        )
+        for by in ORDERS
+    },
     "streams draw": lambda of: list(of(drawn_order("numpy"), **SHARED)),
     "no worker info": info_of,
+    "tensors of several types": lambda of: list(
+        of([record for pair in 3 * UNLIKE for record in pair], batch_size=2)
+    ),
+    "a function that collates tensors": registered,
+    **{
+        f"memory filled again: {collates}": lambda of, collates=collates: refilled(of, collates)
+        for collates in (None, "into_arrays", "into_the_first", "default_collate")
+    },
     **{
         f"places filled again: {name}{', single' * single}": (
             lambda of, make=make, single=single: sampled(of, make(), single)
@@ -413,58 +471,7 @@ def test_a_loader_gives_what_torchs_gives(scene: str) -> None:
     for of in (TorchLoader, DataLoader):
         torch.manual_seed(4)
         found.append([SCENES[scene](of), torch.rand(())])
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("with_generator", [False, True])
-@pytest.mark.parametrize("taken", [0, 2])
-def test_a_pass_continues_also_if_the_script_drew_between_iter_and_next(
-    taken: int, with_generator: bool
-) -> None:
-    generator = own(1) if with_generator else None
-    loader = DataLoader(range(12), batch_size=3, shuffle=True, generator=generator)
-    iterator = iter(loader)
-    torch.rand(1, generator=generator)
-    found = [next(iterator).tolist() for _ in range(taken)]
-    state, drawn = loader.state_dict(), torch.get_rng_state()
-    found += lists(iterator)
-    for global_state in (drawn, own(77).get_state()):
-        again = DataLoader(
-            range(12), batch_size=3, shuffle=True, generator=generator and torch.Generator()
-        )
-        again.load_state_dict(state)
-        torch.set_rng_state(global_state)
-        resumed = iter(again)
-        assert again.state_dict() == state
-        assert lists(resumed) == found[taken:]
-
-
-class Drawing(Sampler[int]):
-    """Draws as it goes; its own state is empty."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(8):
-            yield int(torch.randint(1000, (1,), generator=self.generator))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@pytest.mark.parametrize("taken", [0, 3])
-def test_a_sampler_with_a_state_that_draws_as_it_goes_goes_on_where_it_was(taken: int) -> None:
-    first, again = (DataLoader(range(1000), sampler=Drawing(own(1))) for _ in range(2))
-    batches = iter(first)
-    torch.manual_seed(3)
-    head = [int(next(batches)) for _ in range(taken)]
-    state = first.state_dict()
-    rest = list(map(int, batches))
-    again.load_state_dict(state)
-    assert list(map(int, again)) == rest and len(head + rest) == 8
+    assert same(*found)
 
 
 def numbers(found: Any) -> list[float]:
@@ -500,83 +507,15 @@ def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
     assert len(set(both)) == len(both) >= 200
 
 
-def test_ranks_with_one_seed_draw_alike_only_for_the_same_indices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_with_one_seed_draw_alike_only_for_the_same_indices() -> None:
     """As do ranks of a tensor-parallel group, which must have the same batches."""
     drawn = []
-    for rank, part in ((0, 0), (1, 1), (2, 0)):
-        monkeypatch.setattr("stoker.loader.iterator.world_and_rank", lambda rank=rank: (3, rank))
+    for part in (0, 1, 0):
         torch.manual_seed(0)
         sampler = DistributedSampler(range(6), 2, part, shuffle=False)
-        made = DataLoader(
-            Records(draw_for, 6), batch_size=3, num_workers=1, sampler=sampler, collate_fn=list
-        )
+        made = DataLoader(Records(draw_for, 6), batch_size=3, sampler=sampler, collate_fn=list)
         drawn.append(numbers(list(made)))
     assert drawn[0] == drawn[2] and not {*drawn[0]} & {*drawn[1]}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("together", [3, 100])
-@pytest.mark.parametrize("after", [0, 4, 5, 11])
-def test_batches_made_several_at_a_time_come_one_by_one_in_order(
-    monkeypatch: pytest.MonkeyPatch, together: int, after: int
-) -> None:
-    """As on a cluster, where quick batches are made in groups; a pass goes on within one, too."""
-
-    def loader() -> DataLoader:
-        torch.manual_seed(0)
-        return DataLoader(Records(draw_for), batch_size=4, num_workers=2)
-
-    alone = list(loader())
-    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (together, least))
-    grouped = loader()
-    found = list(itertools.islice(grouped, after))
-    again = loader()
-    again.load_state_dict(grouped.state_dict())
-    assert equal(found + list(again), alone)
-
-
-class Refills(Records):
-    """Its records, and what is collated, lie in the same memory, as in buffers that are read into."""
-
-    def __init__(self) -> None:
-        super().__init__(count=12)
-        self.record, self.batch = torch.zeros(1000), {"x": np.zeros((1, 1000)), "of": [0]}
-        self.first: Any = None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.record.fill_(index)
-
-    def into_arrays(self, records: list[torch.Tensor]) -> Any:
-        self.batch["x"][:] = records[0]
-        self.batch["of"][0] = int(records[0][0])
-        return self.batch
-
-    def into_the_first(self, records: list[torch.Tensor]) -> Any:
-        if self.first is None:
-            self.first = default_collate(records)
-        return self.first.fill_(records[0][0])
-
-
-@pytest.mark.parametrize("collates", [None, "into_arrays", "into_the_first", default_collate])
-def test_batches_made_several_at_a_time_may_lie_in_the_same_memory(
-    collates: Any, tmp_path: Path
-) -> None:
-    records = Refills()
-    collate = getattr(records, collates) if isinstance(collates, str) else collates
-    size = 1 if collates else None
-    expected = [copy.deepcopy(batch) for batch in TorchLoader(Refills(), size, collate_fn=collate)]
-    collate = DataLoader(records, size, collate_fn=collate).collate_fn
-    work = LoaderWork(records, collate, False, bool(size), size, False, 0, None, False)
-    source = LoaderSource((pack([(str(tmp_path), [], {}, ScriptState())]), pack([work])))
-    found = []
-    # In groups, as on a cluster; from the second one on, batches lie in its Room.
-    for first in (0, 4, 8):
-        batches = tuple((n, [n] if size else n) for n in range(first, first + 4))
-        (group,) = source.read(Shard("batches", items=(LoadRequest(7, batches=batches),)), None)
-        found += [made.batch for made in unpack(group[PAGES].copy())[1:]]
-    assert len(found) == 12 and all(map(same, found, expected))
 
 
 def id_and_seed(_: int) -> Any:
@@ -584,11 +523,7 @@ def id_and_seed(_: int) -> Any:
     return info.id, info.seed
 
 
-@pytest.mark.parametrize("together", [1, 3])
-def test_a_record_is_told_of_the_worker_that_torch_would_ask(
-    monkeypatch: pytest.MonkeyPatch, together: int
-) -> None:
-    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (together, least))
+def test_a_record_is_told_of_the_worker_that_torch_would_ask() -> None:
     found = []
     for kind in (TorchLoader, DataLoader):
         torch.manual_seed(0)
@@ -596,3 +531,56 @@ def test_a_record_is_told_of_the_worker_that_torch_would_ask(
     theirs, ours = ([(int(ids[0]), int(seeds[0])) for ids, seeds in each] for each in found)
     assert [worker for worker, _ in ours] == [worker for worker, _ in theirs]
     assert ours[:2] == theirs[:2] and len({seed for _, seed in ours}) == 11
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_another_one_over_the_same_copies_has_ended_says_so(workers: int) -> None:
+    made = loader(DataLoader, "epochs", workers, workers > 0)
+    first = iter(made)
+    next(first)
+    assert len(lists(made)) == len(lists(made))
+    with pytest.raises(RuntimeError, match="another pass over this loader has begun"):
+        next(first)
+    over = iter(made)
+    assert list(over) and list(made) and list(over) == []
+
+
+class Stateful(Counts):
+    length: int | None = None
+
+    def __len__(self) -> int:
+        self.length = 23  # the dataset has changed
+        return self.length
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def begins_anew() -> None:
+    made = DataLoader(Stateful(), batch_size=4)
+    assert min(lists(made))[0] >= 100
+    len(made)
+    lists(made)
+
+
+def test_what_a_state_or_an_option_cannot_include_is_said() -> None:
+    for says, text in (
+        (begins_anew, "begins with new copies of the dataset"),
+        (
+            lambda: DataLoader(Stateful()).state_dict(),
+            r"that of its dataset \(Stateful\.state_dict\)",
+        ),
+        (
+            lambda: DataLoader(Records(), sampler=Positions()),
+            r"Positions\.state_dict\(\) counts some",
+        ),
+        (lambda: DataLoader(Counts(), on_error="quarantine"), "no effect on an IterableDataset"),
+    ):
+        with pytest.warns(UserWarning, match=text):
+            says()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Records(), sampler=Positions(), num_workers=2)  # torch's workers are ahead, too
+        DataLoader(Records(), shuffle=True)

@@ -201,9 +201,7 @@ class Recorder(Sink):
 
     def _on_loader(self, event: kinds.LoaderProgress) -> None:
         """Of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
-        if event.rank == 0 and not event.steps:  # it was no training
-            self.loaders.pop(event.loader, None)
-        elif event.rank == 0:
+        if event.rank == 0:
             # The times begin when the first batch is there, so it counts for no rate.
             steps = event.steps - 1
             samples = event.samples * max(self.summary.train_workers, 1) * steps // event.steps

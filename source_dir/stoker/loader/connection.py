@@ -49,6 +49,8 @@ WITH_THE_SCRIPT = (
 CONNECT_S = 10.0
 _CONNECTED: dict[str, int] = {}
 """Connection to Ray → the process that made it; a fork inherits the connection, which does not work there."""
+_joined: set[str] = set()
+"""The addresses by which this process has connected."""
 
 
 def connect(address: str | None) -> None:
@@ -59,47 +61,24 @@ def connect(address: str | None) -> None:
                 "stoker.DataLoader: this process was forked after its parent had begun a pass, and Ray does"
                 " not work in forks; start it by multiprocessing's spawn"
             )
-        _refuse_other(address)
+        there = str(ray.get_runtime_context().gcs_address)
+        if address not in (None, "auto", there, *_joined):
+            raise UsageError(
+                f"stoker.DataLoader: address={address}, but this process is connected to the Ray cluster at"
+                f" {there}; a process works with one cluster, so leave the address out"
+            )
         return
     refuse_old_ray()
     address = address or os.environ.get("RAY_ADDRESS")
     with keeping_sigterm():
         if address:
             _join(address)
+            _joined.add(address)
         elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             _with_other_ranks()
         else:
             _start()
     _CONNECTED[_connection()] = os.getpid()
-
-
-def _refuse_other(address: str | None) -> None:
-    import ray
-
-    there = str(ray.get_runtime_context().gcs_address)
-    if (
-        address
-        and _port(address).isdigit()
-        and "//" not in address
-        and _place(address) != _place(there)
-    ):
-        raise UsageError(
-            f"stoker.DataLoader: address={address}, but this process is connected to the Ray cluster at"
-            f" {there}; a process works with one cluster"
-        )
-
-
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
-
-
-def _place(address: str) -> tuple[str, str]:
-    """Resolved host, with all addresses of this machine as one, and port."""
-    host = address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(OSError):
-        host = socket.gethostbyname(host)
-    own = {each.address for some in psutil.net_if_addrs().values() for each in some}
-    return ("" if host in own else host), _port(address)
 
 
 def _connection() -> str:

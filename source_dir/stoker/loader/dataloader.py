@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import os
 import secrets
 import sys
 import warnings
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,7 +41,7 @@ ORDER = "length of the order"
 SHAPE = ("batch_size", "records", "batches", "num_workers")
 """What must be equal for a state within a pass, unless what is left can be divided among other ranks."""
 Item = TypeVar("Item", covariant=True)
-OF_PASS = {"_state", "restored", "quarantine", "generator", "_IterableDataset_len_called"}
+OF_PASS = {"_state", "quarantine", "generator", "_IterableDataset_len_called"}
 """Attributes that change between passes. Workers get None, or each pass would send another content."""
 
 
@@ -126,8 +124,6 @@ class DataLoader(TorchDataLoader[Item]):
         self._live: Any = None
         self._state: dict[str, Any] | None = None
         """Loaded, and not used by a pass yet."""
-        self.restored = False
-        """Whether samplers have a loaded state that no pass has begun with."""
         self.kept = Kept()
         self._id = secrets.token_hex(8)
         self.dispatched = 0
@@ -185,7 +181,7 @@ class DataLoader(TorchDataLoader[Item]):
                 restore_generators(now)
         if keeps:
             self.kept.opened(iterator.request, self.persistent_workers)
-        self._state, self.restored = None, False
+        self._state = None
         self._live = iterator, before, self._shape()
         return iterator
 
@@ -212,7 +208,7 @@ class DataLoader(TorchDataLoader[Item]):
                 stacklevel=3,
             )
         if os.environ.get(HERE_VARIABLE) == "process":
-            return ProcessMaker(pages, self.kept.copies)
+            return ProcessMaker(self, pages)
         drawn = states()  # connecting to Ray draws from the script's generators
         connection.connect(self.address)
         restore_generators(drawn)
@@ -297,9 +293,8 @@ class DataLoader(TorchDataLoader[Item]):
             )
         if state["place"] is not None:
             self._refuse_other(state, *SHAPE)
-        self._live, self.restored = None, bool(self._stateful())
         self.kept = Kept(**state["kept"]) if self.persistent_workers else Kept()
-        self._state = state
+        self._live, self._state = None, state
         if state["place"] is None:
             self._set_generators(state["generators"] | {"global": states()})
 
@@ -404,6 +399,11 @@ class DataLoader(TorchDataLoader[Item]):
     def _stateful(self) -> list[Any]:
         return [each for each in self._samplers() if hasattr(each, "load_state_dict")]
 
+    @property
+    def restored(self) -> bool:
+        """Whether samplers have a loaded state that no pass has begun with."""
+        return self._state is not None and bool(self._stateful())
+
     def _own(self) -> list[torch.Generator]:
         seeds = of_accelerate("SeedableRandomSampler")  # seeds its generator as each pass begins
         owners = (
@@ -436,14 +436,15 @@ class DataLoader(TorchDataLoader[Item]):
 
 
 def unsendable(parts: dict[str, Any]) -> str:
-    """The path and type of the innermost part that cannot be pickled."""
+    """The path and type of the innermost attribute that cannot be pickled."""
     path, seen = "the dataset", set[int]()
     while bad := next(
         (n for n, v in parts.items() if id(v) not in seen and not _is_sendable(v)), ""
     ):
         part = parts[bad]
         seen.add(id(part))
-        path, parts = f"{bad} ({type(part).__name__})", _parts_of(bad, part)
+        path = f"{bad} ({type(part).__name__})"
+        parts = {f"{bad}.{name}": value for name, value in content_of(part).items()}
     return path
 
 
@@ -452,21 +453,6 @@ def _is_sendable(part: Any) -> bool:
         pack([part])
         return True
     return False
-
-
-def _parts_of(path: str, part: Any) -> dict[str, Any]:
-    if isinstance(part, dict):
-        return {f"{path}[{key!r}]": value for key, value in part.items()}
-    if isinstance(part, list | tuple | set):
-        return {f"{path}[{number}]": value for number, value in enumerate(part)}
-    if isinstance(part, MethodType):
-        return {f"{path}.__self__": part.__self__}
-    if isinstance(part, FunctionType):
-        found = inspect.getclosurevars(part)
-        return {
-            f"{path}: {name}": value for name, value in {**found.nonlocals, **found.globals}.items()
-        }
-    return {f"{path}.{name}": value for name, value in content_of(part).items()}
 
 
 @functools.lru_cache(1)

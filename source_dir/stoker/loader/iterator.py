@@ -11,7 +11,6 @@ import itertools
 import math
 import secrets
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -129,7 +128,6 @@ class ClusterIterator:
             wanted=loader.parts()[1:],
             rank=rank_of_script(loader.num_workers, loader.multiprocessing_context),
         )
-        self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
         self._iterable = isinstance(loader.dataset, IterableDataset)
         self._sampler, self._batched = loader._index_sampler, loader._auto_collation
         self._num_workers, self._timeout = loader.num_workers, loader.timeout
@@ -170,8 +168,6 @@ class ClusterIterator:
         self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """By worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
-        self._whose = ""
-        """Says that the state of another rank was loaded."""
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
         if self._late:
@@ -210,8 +206,6 @@ class ClusterIterator:
             self._before, was = list(start.get("before", ())), start.get("read_as")
             if was and self._read_as and was != self._read_as:
                 self._before.append(was | {"stops": list(start["taken"])})
-            elif self._rank != (saved := start.get("rank", self._rank)):
-                self._whose = f" (the state is that of rank {saved}, and this is rank {self._rank})"
             self._taken, self._over = list(start["taken"]), set(start["over"])
             self._turn, self._digests = start["turn"], list(start["digests"])
             return
@@ -308,7 +302,7 @@ class ClusterIterator:
         if self._phase is Phase.ENDED:
             return None
         late = self._late if self._begun or self._iterable else self._now()
-        quarantined = self._quarantine.plain(self._place["quarantined"])
+        quarantined = self._quarantine.records[: self._place["quarantined"]]
         return self._place | {"late": late, "quarantined": quarantined}
 
     def _now(self) -> dict[str, Any]:
@@ -413,7 +407,6 @@ class ClusterIterator:
         with record_function("enumerate(DataLoader)#stoker.DataLoader.__next__"):
             batch = self._next()
         self._yielded += 1
-        self._warn_of_length()
         self._watch.took(asked, self._records)
         self._settle()
         return batch
@@ -443,16 +436,6 @@ class ClusterIterator:
                 raise RuntimeError(f"DataLoader: {reason}")
             if not made.empty:
                 return made.batch
-
-    def _warn_of_length(self) -> None:
-        """As torch does."""
-        if not self._iterable or self._length is None or self._yielded <= self._length:
-            return
-        warnings.warn(
-            f"Length of IterableDataset {self._dataset} was reported to be {self._length} (when accessing"
-            f" len(dataloader)), but {self._yielded} samples have been fetched",
-            stacklevel=3,
-        )
 
     def _next_batch(self, deadline: float | None) -> Any:
         while not self._ready:
@@ -493,7 +476,7 @@ class ClusterIterator:
                 self.close()
                 raise RuntimeError(
                     f"DataLoader: the stream of worker {worker} was opened again, after its process was lost"
-                    f" or from a state{self._whose}, and its first {self._taken[worker]} batches are not"
+                    f" or from a state, and its first {self._taken[worker]} batches are not"
                     " those delivered before, so records would be lost or repeated; seed whatever it shuffles"
                     " with and draws from, so that it repeats, or start a new pass"
                 )

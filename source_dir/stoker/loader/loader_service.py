@@ -88,18 +88,6 @@ class LoaderAttempt(PlannedAttempt):
     def note(self, text: str) -> None:
         super().note(self._named(text))
 
-    def under_way(self, pass_: LoaderPass) -> str:
-        """What chain workers of a pass are doing: hosts, batches and, if made again, the index."""
-        parts = [part for asked in pass_.share.asked.values() for part in asked.parts]
-        shares = [pass_.share, *(part.group.share for part in parts)]
-        items = [
-            item
-            for item in self.planner.active.values()
-            if any(cast(LoaderPass, item.pass_).share is share for share in shares)
-        ]
-        late = sorted(items, key=lambda item: item.stuck_since)
-        return self._named("; ".join(self.planner.recovery.who(item) for item in late[:2]))
-
     def stalled(self, pass_: Pass, reason: str) -> None:
         """As the base's, but this pass alone fails: others may have longer deadlines."""
         mine = cast(LoaderPass, pass_)
@@ -470,12 +458,6 @@ class LoaderService(DataService):
             self.notes.clear()
             pass_ = self.attempt.passes.get(key) if self.attempt else None
             return self.shared.pool.slots, notes, now - pass_.skipped if pass_ else math.inf
-
-    def under_way(self, key: str) -> str:
-        """Called by scripts that have waited too long."""
-        with self.shared.changed:
-            pass_ = self.attempt.passes.get(key) if self.attempt else None
-            return self.attempt.under_way(pass_) if self.attempt and pass_ else ""
 
     def close(self, key: str) -> None:
         with self.shared.changed:

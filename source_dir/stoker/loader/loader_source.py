@@ -33,6 +33,8 @@ from stoker.serve.blocks.packing import PAGES, Parts, Room, pages_of, parts_of, 
 BATCHES, ENDED, OWN = "__batches", "__ended", "__own"
 
 
+KeptCopies = dict[int, tuple[int, LoaderWork]]
+"""Of an iterable dataset, by worker: the passes that a copy has served, and the copy."""
 SHARED_FROM_BYTES = 2**20
 NOT_SENT = (
     "your script has set {}, which cannot be sent to other processes: they have what importing the module"
@@ -70,13 +72,15 @@ class LoaderSource:
 
     random = False
 
-    def __init__(self, pages: Any, stays: bool = False, name: str = "") -> None:
+    def __init__(
+        self, pages: Any, stays: bool = False, name: str = "", copies: KeptCopies | None = None
+    ) -> None:
         self.pages, self.stays, self.name = pages, stays, name
         self._folder = ""
         self._script = ScriptState()
         self._works: dict[Rank | None, LoaderWork] = {}
         """The copy of a map-style dataset; one for each rank once the code has asked for it."""
-        self._copies: dict[int, tuple[int, LoaderWork]] = {}
+        self._copies: KeptCopies = {} if copies is None else copies
         self._room: Room | None = None
         self._own = False
         """Whether anything so far may depend on the rank."""
@@ -113,7 +117,7 @@ class LoaderSource:
             self._folder, self._script = import_script(where)
         request = shard.items[0]
         with self._script_works(request.rank, said):
-            groups = self._groups(request, bool(shard.home), self._room)
+            groups = self.groups(request, bool(shard.home), self._room)
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
@@ -144,7 +148,7 @@ class LoaderSource:
         if Path(self._folder).is_dir():
             os.chdir(self._folder)  # every time: loaders of other scripts share this process
 
-    def _groups(
+    def groups(
         self, order: LoadRequest, began: bool, room: Room
     ) -> Iterator[tuple[list[Parts], bool]]:
         if not self.stays:
@@ -165,15 +169,13 @@ class LoaderSource:
             )
 
 
-def copy_for(
-    order: LoadRequest, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
-) -> LoaderWork:
+def copy_for(order: LoadRequest, pages: Any, copies: KeptCopies, began: bool) -> LoaderWork:
     """The copy of an iterable dataset for a stream.
 
     Args:
         order: the stream.
         pages: the packed LoaderWork.
-        copies: with `persistent_workers`, by worker: the passes that a copy has served, and the copy.
+        copies: those that persistent workers keep.
         began: whether an earlier pass has begun with this stream; it may have been given up before.
     """
     served, work = copies.pop(order.worker, (0, None))

@@ -37,11 +37,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from stoker.errors import Failure
 from stoker.hosts.cluster import refuse_old_ray
 from stoker.loader import connection
-from stoker.loader.loader_source import LoaderChain, LoaderSource, copy_for, packed
+from stoker.loader.loader_source import LoaderChain, LoaderSource, packed
 from stoker.loader.pass_timer import PassTimer
 from stoker.loader.ranks import Rank
 from stoker.loader.shared_streams import WantedPart
-from stoker.loader.work import Failed, LoaderWork, opened
+from stoker.loader.work import Failed
 from stoker.loader.worker_output import repeat
 from stoker.protocol import BlockPlace, BlockSlice, Shard
 from stoker.read.generators import hold_the_same
@@ -224,22 +224,12 @@ class ClusterMaker:
                 return
         now = time.monotonic()
         if deadline is not None and now >= deadline:
-            took = f"DataLoader timed out after {now - began:.0f} seconds (timeout)"
-            raise RuntimeError(took + self._under_way())
+            raise RuntimeError(f"DataLoader timed out after {now - began:.0f} seconds (timeout)")
         if now < until:
             raise RuntimeError("DataLoader: the thread that fetches batches has ended")
         if self._skipped <= began:
-            waited = f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)"
-            raise RuntimeError(waited + self._under_way())
+            raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s (stall_timeout_s)")
         self.wait(deadline)  # a stream is being read again up to its place
-
-    def _under_way(self) -> str:
-        import ray
-
-        with suppress(ray.exceptions.RayError):
-            doing = ray.get(self._service.under_way.remote(self._key), timeout=END_S)
-            return f"; {doing}" if doing else ""
-        return ""
 
     def get(self) -> Arrival:
         return cast(Arrival, self._opened.take(0.0))
@@ -394,12 +384,15 @@ def end_passes_before_ray() -> None:
 
 
 class ProcessMaker:
-    def __init__(self, pages: tuple[Any, Any], copies: dict[int, tuple[int, LoaderWork]]) -> None:
-        self._pages, self._copies, self.watch = pages, copies, PassTimer()
+    """See the module and ClusterMaker."""
+
+    def __init__(self, loader: Any, pages: tuple[Any, Any]) -> None:
+        iterable = isinstance(loader.dataset, IterableDataset)
+        self._source = LoaderSource(pages, iterable, copies=loader.kept.copies)
+        self._room, self.watch = Room(), PassTimer()
         self._shards: dict[int, tuple[Shard, int]] = {}
         self._running: dict[int, Iterator[Any]] = {}
         self._wanted: deque[BlockPlace] = deque()
-        self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         self._shards |= {number: (shard, skip) for number, shard, skip in shards}
@@ -412,26 +405,24 @@ class ProcessMaker:
 
     def get(self) -> Arrival:
         place = self._wanted.popleft()
-        with drawing("batch"):  # leaves the script's own generators untouched
+        with drawing("batch"), self._room.group():  # leaves the script's own generators untouched
             try:
                 group, _ = next(self._batches(place[0]), (None, True))
             finally:
                 worker._worker_info = None
-        if group is None:
-            return place, "end", None
-        return place, "block", unpack(packed(group, 0.0))[1:]
+            if group is None:
+                return place, "end", None
+            return place, "block", unpack(packed(group, 0.0, self._room).copy())[1:]
 
     def _batches(self, number: int) -> Iterator[Any]:
-        if number not in self._running:
-            shard, skip = self._shards.pop(number)
-            self._work = self._work or opened(self._pages[1])
-            order = shard.items[0]
-            if not self._work.iterable:
-                return self._work.run(order, Room())
-            work = copy_for(order, self._pages[1], self._copies)
-            self._running[number] = running = work.run(order, Room())
-            next(itertools.islice(running, skip, skip), None)
-        return self._running[number]
+        if number in self._running:
+            return self._running[number]
+        shard, skip = self._shards.pop(number)
+        groups = self._source.groups(shard.items[0], False, self._room)
+        if self._source.stays:
+            self._running[number] = groups
+            next(itertools.islice(groups, skip, skip), None)
+        return groups
 
     def pace(self, least: int) -> tuple[int, int]:
         return 1, least

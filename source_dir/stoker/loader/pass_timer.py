@@ -26,8 +26,6 @@ class PassProgress(NamedTuple):
 
 _numbers = itertools.count(secrets.randbits(32) << 20)
 """Of passes; others than those of an earlier start of the script, whose figures stay."""
-_over: list[PassTimer] = []
-"""Passes that ended and were reported although no optimizer had made a step: perhaps validation."""
 _optimizer_steps: list[int] = []
 """How many steps all optimizers have made; empty until the first batch."""
 
@@ -39,8 +37,6 @@ def _count_optimizer_steps() -> None:
 
     def stepped(*_: object) -> None:
         _optimizer_steps[0] += 1
-        while _over:
-            _over.pop()._report(steps=0)
 
     _optimizer_steps.append(0)
     register_optimizer_step_post_hook(stepped)
@@ -88,8 +84,6 @@ class PassTimer:
         if self._first:
             self._look()
             self.tell()
-            if self.trains and not _optimizer_steps[0]:
-                _over.append(self)
 
     @property
     def progress(self) -> PassProgress:
@@ -102,7 +96,9 @@ class PassTimer:
         self._last = now
         if self.trains and self.batches > self._told:
             self._told = self.batches
-            self._report(
+            event = kinds.LoaderProgress(
+                rank=int(os.environ.get("RANK") or 0),
+                loader=self.number,
                 steps=self.batches,
                 samples=self.samples,
                 wait_s=round(self.wait_s, 4),
@@ -110,13 +106,7 @@ class PassTimer:
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),
             )
-
-    def _report(self, steps: int, **figures: float) -> None:
-        rank = int(os.environ.get("RANK") or 0)
-        event = kinds.LoaderProgress.model_validate(
-            {"rank": rank, "loader": self.number, "steps": steps, **figures}
-        )
-        session.tell(event.event, **event.values())
+            session.tell(event.event, **event.values())
 
 
 def timed(batches: Iterable[Batch]) -> Iterator[Batch]:

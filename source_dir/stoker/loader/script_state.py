@@ -229,20 +229,7 @@ def _kind(value: Any) -> str:
 
 
 SIMPLE = {type(None), bool, int, float, str, bytes}
-ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    range,
-    slice,
-    Path,
-    enum.Enum,
-)
+ATOMS = (*SIMPLE, complex, bytearray, range, slice, Path, enum.Enum)
 
 
 def is_plain(value: Any, seen: set[int]) -> bool:

@@ -7,15 +7,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
+
+from stoker.read.generators import is_own_file
 
 Said = list[tuple[str, str]]
 """Texts in their order, each with the name of its stream: `stdout` or `stderr`."""
 UNSENT = "unsent"
 """Instead of a stream: what the script has set and could not send."""
-MOST = 100_000
-"""Characters per block; the rest is left out."""
 
 
 class CapturedStream:
@@ -25,16 +24,11 @@ class CapturedStream:
         self._name, self._stream = name, getattr(sys, name)
         self.said: Said | None = None
         """Takes the texts; None: the stream does."""
-        self.left = MOST
 
     def write(self, text: str) -> int:
         if self.said is None:
             return int(self._stream.write(text))
-        if self.left > 0:
-            self.said.append(
-                (self._name, text if len(text) <= self.left else text[: self.left] + " …\n")
-            )
-            self.left -= len(text)
+        self.said.append((self._name, text))
         return len(text)
 
     def writelines(self, texts: Iterable[str]) -> None:
@@ -54,7 +48,7 @@ def heard(said: Said) -> Iterator[None]:
     if not _listeners:
         _listeners.update({name: CapturedStream(name) for name in ("stdout", "stderr")})
     for listener in _listeners.values():
-        listener.said, listener.left = said, MOST
+        listener.said = said
     out, error = _listeners["stdout"], _listeners["stderr"]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -75,8 +69,6 @@ def repeat(said: Said) -> None:
             getattr(sys, name).write(text)
 
 
-_known: set[str] = set()
-"""Names of all modules that were seen."""
 _specs: dict[str, Any] = {}
 """The specification of each own module; loading one again makes a new one."""
 _times: dict[str, int] = {}
@@ -86,22 +78,14 @@ _done: dict[str, int] = {}
 
 def reloaded() -> dict[str, int]:
     """How often each of its own modules was loaded again since its first loader."""
-    libraries = (sys.base_prefix, sys.prefix, str(Path(__file__).parents[2] / "stoker"))
-    for name in sys.modules.keys() - _known:
-        _known.add(name)
-        spec = _spec(name)
-        origin = str(getattr(spec, "origin", None))
-        if origin.endswith(".py") and not origin.startswith(libraries):
-            _specs[name] = spec
-    for name, before in _specs.items():
-        spec = _spec(name)
-        if spec is not before and spec is not None:
+    for name, module in list(sys.modules.items()):
+        about = getattr(module, "__dict__", {})
+        spec = about.get("__spec__")
+        if spec is None or not is_own_file(about.get("__file__")):
+            continue
+        if _specs.setdefault(name, spec) is not spec:
             _specs[name], _times[name] = spec, _times.get(name, 0) + 1
     return dict(_times)
-
-
-def _spec(name: str) -> Any:
-    return getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
 
 
 def reload(times: dict[str, int]) -> None:
