@@ -172,6 +172,14 @@ def test_no_copy_of_the_source_stays_behind_while_a_job_is_followed(
     assert dashboard.sent and not left
 
 
+def test_a_laptop_without_ray_submits_to_any_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder = "importlib.metadata.MetadataPathFinder.find_distributions"
+    monkeypatch.setattr(finder, lambda *_, **__: iter(()))
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
+    with answering(Dashboard().answer) as address:
+        assert "Ray 2.99.1" in ray_place.plan(job, address=address).render()
+
+
 def plugged_job() -> ray_place.RayRequest:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
     return ray_place.plan(job, address=ray_plugin.ADDRESS)

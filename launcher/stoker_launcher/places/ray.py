@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -243,16 +242,16 @@ def _cluster(address: str | None, offline: bool) -> tuple[JobServer, str, list[s
     if offline:
         return server, unchecked, warnings
     ray, python = server.versions()
-    ours, here = importlib.metadata.version("ray"), platform.python_version()
+    ours, here = requirements.installed("ray"), platform.python_version()
     minor, our_minor = (version.rpartition(".")[0] for version in (python or here, here))
     old = not requirements.at_least(ray, requirements.OLDEST_RAY)
     if old or minor not in requirements.PYTHONS:
         raise UsageError(
             f"--address {server.address}: Ray {ray} and Python {python} there; Stoker needs Ray"
             f" {requirements.OLDEST_RAY} or newer and Python {requirements.SUPPORTED_PYTHONS}; use another"
-            f" cluster, such as one of the image rayproject/ray:{ours}"
+            f" cluster, such as one of the image rayproject/ray:{ours or requirements.OLDEST_RAY}"
         )
-    if ray != ours:
+    if ours and ray != ours:
         warnings.append(f"Ray {ray} there and {ours} here: the job uses the cluster's")
     if minor != our_minor:
         warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")

@@ -147,7 +147,14 @@ class MlflowSink(Sink):
         self._open()
         while self.rows:
             batch = [self.rows[n] for n in range(min(len(self.rows), METRICS_PER_BATCH))]
-            self._log(batch)
+            try:
+                self._log(batch)
+            except Exception as error:
+                if getattr(error, "error_code", "") != "INVALID_PARAMETER_VALUE":
+                    raise
+                # Sent again, they would hold up all that follows.
+                refused = f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"
+                self.tell(refused[:300])
             for _ in batch:
                 self.rows.popleft()
 
