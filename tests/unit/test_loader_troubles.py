@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import torch
 from loading import Records, Stream
 from PIL import Image
-from torch.utils.data import BatchSampler, DistributedSampler, Subset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 
 from stoker import DataLoader, UsageError
@@ -421,3 +422,23 @@ def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fa
         assert leaves.is_alive() != failed
     leaves.join(60.0)
     assert not leaves.is_alive() and not list(tmp_path.iterdir())
+
+
+class Longer(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_stream_that_is_longer_than_it_says_is_warned_of_as_by_torch() -> None:
+    said = list[list[str]]()
+    for loader in (TorchLoader(Longer(), 1), DataLoader(Longer(), 1)):
+        assert len(loader) == 3
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert len(list(loader)) == 4
+        texts = (str(warning.message).rstrip(". ") for warning in caught)
+        said.append([text[-60:] for text in texts if "was reported" in text])
+    assert said[0] == said[1] and len(said[0]) == 1

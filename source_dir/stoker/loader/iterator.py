@@ -11,6 +11,7 @@ import itertools
 import math
 import secrets
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -128,6 +129,7 @@ class ClusterIterator:
             wanted=loader.parts()[1:],
             rank=rank_of_script(loader.num_workers, loader.multiprocessing_context),
         )
+        self._dataset, self._length = loader.dataset, loader._IterableDataset_len_called
         self._iterable = isinstance(loader.dataset, IterableDataset)
         self._sampler, self._batched = loader._index_sampler, loader._auto_collation
         self._num_workers, self._timeout = loader.num_workers, loader.timeout
@@ -407,6 +409,7 @@ class ClusterIterator:
         with record_function("enumerate(DataLoader)#stoker.DataLoader.__next__"):
             batch = self._next()
         self._yielded += 1
+        self._warn_of_length()
         self._watch.took(asked, self._records)
         self._settle()
         return batch
@@ -436,6 +439,16 @@ class ClusterIterator:
                 raise RuntimeError(f"DataLoader: {reason}")
             if not made.empty:
                 return made.batch
+
+    def _warn_of_length(self) -> None:
+        """As torch does."""
+        if not self._iterable or self._length is None or self._yielded <= self._length:
+            return
+        warnings.warn(
+            f"Length of IterableDataset {self._dataset} was reported to be {self._length} (when accessing"
+            f" len(dataloader)), but {self._yielded} samples have been fetched",
+            stacklevel=3,
+        )
 
     def _next_batch(self, deadline: float | None) -> Any:
         while not self._ready:
