@@ -6,7 +6,8 @@ import json
 import re
 import shlex
 import sys
-import time
+import threading
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,17 +175,23 @@ LOG_TIMEOUT_S = 20.0
 
 def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
     """The last line with a throughput in a remote run's log, which may be long."""
-    found: list[str] = []
-    deadline = time.monotonic() + timeout_s
-    for line in run.logs(False):
-        if "samples/s" in line:
-            found = [line]
-        if time.monotonic() > deadline:
-            return [
-                *found,
-                f"the log is longer than {timeout_s:.0f} s of reading; use `logs` for all of it",
-            ]
-    return found
+    found: deque[str] = deque(maxlen=1)
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            found.extend(line for line in run.logs(False) if "samples/s" in line)
+        except BaseException as error:
+            failed.append(error)
+
+    # The services' timeouts apply per response, and a log has any number of responses.
+    reader = threading.Thread(target=read, name="log", daemon=True)
+    reader.start()
+    reader.join(timeout_s)
+    if failed:
+        raise failed[0]
+    note = f"the log is longer than {timeout_s:.0f} s of reading; use `logs` for all of it"
+    return [*found, *([note] if reader.is_alive() else [])]
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:

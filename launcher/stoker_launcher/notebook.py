@@ -294,7 +294,9 @@ def forgotten(folder: Path | None) -> Iterator[None]:
     finally:
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if folder and file and Path(file).is_relative_to(folder):
+            # A virtual environment may lie in the folder, and torch loads only once per process.
+            own = folder and file and "-packages" not in file
+            if own and Path(str(file)).is_relative_to(str(folder)):
                 del sys.modules[name]
 
 

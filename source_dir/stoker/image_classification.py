@@ -132,6 +132,7 @@ class ImageClassification(Recipe):
             self.image_column if "image_column" in chosen else None,
             self.label_column if "label_column" in chosen else None,
             self.names,
+            self.multi_label,
             self.ignore,
         )
 

@@ -128,6 +128,11 @@ def test_several_labels_of_an_image_are_a_vector_of_0_and_1(
     assert opened(tmp_path, label_separator=separator)[0].params["multi_label"] is True
 
 
+def test_one_label_per_image_is_a_vector_if_several_are_declared(tmp_path: Path) -> None:
+    found, _, _ = read(folder(tmp_path, SPLIT), multi_label=True)
+    assert found["train"]["images/a.jpg"] == [1, 0, 0]
+
+
 def test_the_loss_of_several_labels_is_binary_and_its_metric_counts_all_of_them() -> None:
     recipe = ImageClassification(data=".", labels="x.csv", multi_label=True, num_classes=3)
     logits = torch.tensor([[2.0, -1.0, 0.5], [-3.0, 1.0, -0.5]])

@@ -345,6 +345,9 @@ def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path:
     rows = {"0": [0], "__HIVE_DEFAULT_PARTITION__": [1], "1": [2]}
     hole = write_partitions(tmp_path / "hole", {f"train/label={k}": v for k, v in rows.items()})
     refused("column label holds 1 NULL in 1 row; handle them with nulls=", hole)
+    for known in ("in", "not in"):
+        source = read_parquet(str(hole), "train", filters=[("label", known, [0])])
+        assert source.count() == {"in": 1, "not in": 2}[known]
     twice = {"train/label=0": [0, 2], "train/label=1": [1, 3]}
     _, data = opened(write_partitions(tmp_path / "same", twice, label=LABELS))
     assert sorted(trained(data)) == sorted(WHOLE[:4])

@@ -102,6 +102,15 @@ def test_quarantine_leaves_records_out_and_counts_them(size: int | None) -> None
     assert "KeyError" in loader.quarantine.records[0][1]
 
 
+def test_a_quarantined_record_has_the_index_that_its_dataset_takes() -> None:
+    def get(index: Any) -> Any:
+        return broken(3 if index == (0, 1) else 0)
+
+    loader = skipping(1.0, dataset=Records(get), sampler=[(0, 0), (0, 1)])
+    list(loader)
+    assert [index for index, _ in loader.quarantine.records] == [(0, 1)]
+
+
 class Uncounted(Records):
     def __len__(self) -> int:
         raise NotImplementedError

@@ -228,6 +228,7 @@ def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path
 def test_a_host_with_other_packages_than_the_heads_names_them() -> None:
     text = "timm\npydantic\n"
     here = requirements.versions(text)
+    assert not {"pip", "pytest", "mypy"} & {*here}, "only some extras need them"
     assert here["timm"] == metadata.version("timm") and "safetensors" in here and "ray" in here
     says = requirements.difference(here, here | {"timm": "0.1", "extra": "3"})
     assert says == f"extra (absent) here, 3 on the head; timm {here['timm']} here, 0.1 on the head"

@@ -133,17 +133,23 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
 
 
 def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a file that it imports; the notebook is left without modules of the job."""
     (tmp_path / "preparing.py").write_text(
-        "from pathlib import Path\nimport words\ndef write():\n    Path('made').write_text(words.LABEL)\n"
+        "from pathlib import Path\nimport installed, words\n"
+        "def write():\n    Path('made').write_text(words.LABEL)\n"
     )
+    packages = tmp_path / ".venv" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "installed.py").touch()
+    monkeypatch.syspath_prepend(packages)
     for label in ("old", "newer"):
         (tmp_path / "words.py").write_text(f"LABEL = {label!r}\n")
         plan({**JOB, "data": {"prepare": "preparing:write"}}, (), "local")
         assert (tmp_path / "made").read_text() == label
         assert not {"words", "preparing"} & sys.modules.keys()
+        assert "installed" in sys.modules, "torch loads only once per process"
 
 
 def test_a_folder_too_large_to_stage_is_refused_before_it_is_copied(

@@ -342,8 +342,11 @@ class JobServer:
         return f"gcs://{name}"
 
     def versions(self) -> tuple[str, str | None]:
-        about = self.get("/api/v0/cluster_metadata").get("data", {})
-        return str(self.get("/api/version")["ray_version"]), about.get("pythonVersion")
+        ray = str(self.get("/api/version")["ray_version"])
+        answer = self.ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
+        if answer.status_code == 404:
+            return ray, None
+        return ray, answer.json().get("data", {}).get("pythonVersion")
 
     def ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
         for renew in (False, True):  # a plug-in's credentials are short-lived
@@ -384,12 +387,13 @@ class JobServer:
         try:
             return requests.request(method, endpoint.url + path, timeout=TIMEOUT_S, **content)
         except requests.exceptions.RequestException as error:
+            kind: type[UsageError] = UnansweredError
+            if isinstance(error, requests.exceptions.SSLError):  # no answer comes later, either
+                kind = UsageError
             hint = "the dashboard's default port is 8265, and it may need a port-forward"
             # requests and urllib3 put the operating system's reason last.
             why = str(error).rpartition(": ")[2].rstrip("')\"")
-            raise UnansweredError(
-                f"--address {self.address}: cannot connect ({why}); {hint}"
-            ) from None
+            raise kind(f"--address {self.address}: cannot connect ({why}); {hint}") from None
 
 
 def job_server(address: str | None) -> JobServer:

@@ -149,18 +149,21 @@ def _satisfied(requirement: Any) -> bool:
 
 @functools.cache
 def versions(text: str) -> dict[str, str]:
-    """Installed versions of a requirements file's packages, of the image's and of what these can use.
+    """Installed versions of a requirements file's packages, of the image's and of what these need.
 
     Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
-    found: dict[str, str] = {}
-    waiting = [*(requirement.name for _, requirement in _requirements(text)), *OF_THE_IMAGE]
+    found, seen = dict[str, str](), set[tuple[str, frozenset[str]]]()
+    waiting = [requirement for _, requirement in _requirements(text)]
+    waiting += map(_parse, OF_THE_IMAGE)
     while waiting:
-        name = canonical(waiting.pop())
-        if name not in found and (version := installed(name)):
+        wanted = waiting.pop()
+        key = (name := canonical(wanted.name)), frozenset(wanted.extras)
+        if key not in seen and (version := installed(name)):
+            seen.add(key)
             found[name] = version.partition("+")[0]
-            needs = [] if name in OF_TORCH else metadata.requires(name) or []
-            waiting += [_parse(line).name for line in needs]
+            needs = [] if name in OF_TORCH else map(_parse, metadata.requires(name) or [])
+            waiting += [n for n in needs if any(_applies(n, e) for e in ("", *wanted.extras))]
     return found
 
 

@@ -49,8 +49,8 @@ WITH_THE_SCRIPT = (
 CONNECT_S = 10.0
 _CONNECTED: dict[str, int] = {}
 """Connection to Ray → the process that made it; a fork inherits the connection, which does not work there."""
-_joined: set[str] = set()
-"""The addresses by which this process has connected."""
+_joined: dict[str, str] = {}
+"""Address by which this process has connected → the connection."""
 
 
 def connect(address: str | None) -> None:
@@ -62,7 +62,8 @@ def connect(address: str | None) -> None:
                 " not work in forks; start it by multiprocessing's spawn"
             )
         there = str(ray.get_runtime_context().gcs_address)
-        if address not in (None, "auto", there, *_joined):
+        same = not address or address == there or _joined.get(address) == _connection()
+        if not same and ":" in str(address) and "//" not in str(address):
             raise UsageError(
                 f"stoker.DataLoader: address={address}, but this process is connected to the Ray cluster at"
                 f" {there}; a process works with one cluster, so leave the address out"
@@ -73,7 +74,7 @@ def connect(address: str | None) -> None:
     with keeping_sigterm():
         if address:
             _join(address)
-            _joined.add(address)
+            _joined[address] = _connection()
         elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
             _with_other_ranks()
         else:

@@ -304,7 +304,7 @@ class ClusterIterator:
         if self._phase is Phase.ENDED:
             return None
         late = self._late if self._begun or self._iterable else self._now()
-        quarantined = self._quarantine.records[: self._place["quarantined"]]
+        quarantined = self._quarantine.plain(self._place["quarantined"])
         return self._place | {"late": late, "quarantined": quarantined}
 
     def _now(self) -> dict[str, Any]:

@@ -14,11 +14,14 @@ class Quarantine:
     def __init__(self, budget: float, total: int | None) -> None:
         self.budget, self.total, self.read = budget, total, 0
         self.records: list[tuple[Any, str]] = []
-        """Indices, as a state may contain them, and reasons."""
+
+    def plain(self, count: int) -> list[tuple[Any, str]]:
+        """The first records as a state may contain them."""
+        return [(_plain(index), reason) for index, reason in self.records[:count]]
 
     def add(self, bad: Any, read: int) -> str:
         """Why the pass fails now; a few at the start of an unknown total prove nothing."""
-        self.records += [(_plain(index), reason) for index, reason in bad]
+        self.records += bad
         self.read += read
         return (
             self._over(max(self.read, LEAST_ASSUMED if self.total is None else self.total))

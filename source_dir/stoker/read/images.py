@@ -156,6 +156,7 @@ def read_images(
     image_column: str | None = None,
     label_column: str | None = None,
     class_names: Sequence[str] = (),
+    multi_label: bool = False,
     ignore: Sequence[str] = (),
 ) -> Source | None:
     """Read images in one folder per class, `root/train/cat/1.jpg`; None without that split.
@@ -173,6 +174,7 @@ def read_images(
         image_column: the column with the path or name of an image; default: `image` or `file_name`.
         label_column: the column with the label; default: `label`.
         class_names: in the order of their numbers; default: sorted, or 0 … n - 1 if all labels are integers.
+        multi_label: labels are vectors of 0 and 1, as with a separator.
         ignore: patterns of files that are not read, such as `*.txt`.
 
     Raises:
@@ -183,7 +185,7 @@ def read_images(
         labels = HUGGING_FACE
     if labels is not None:
         columns = image_column, label_column, class_names
-        table = read_labels(root, labels, label_separator, *columns)
+        table = read_labels(root, labels, label_separator, *columns, multi_label)
         notes = table.notes if split == "train" else ()
         return LabelledImages(root, table, split).noting(*notes) if table.splits[split] else None
     folder = split_folder(root, split)

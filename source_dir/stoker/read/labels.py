@@ -60,10 +60,11 @@ def read_labels(
     image_column: str | None = None,
     label_column: str | None = None,
     class_names: Sequence[str] = (),
+    multi_label: bool = False,
 ) -> Labels:
     wrong: dict[str, list[str]] = defaultdict(list)
     paths = tables_in(root, name) or [(join(root, name), "")]
-    path, label, several = paths[0][0], label_column or "label", bool(separator)
+    path, label, several = paths[0][0], label_column or "label", multi_label or bool(separator)
     rows, unread, by_folder = list[Row](), set[str](), True
     for table, folder in paths:
         header, lines = _read_table(table, (image_column,) if image_column else IMAGE_COLUMNS)

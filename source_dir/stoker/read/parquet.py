@@ -325,7 +325,9 @@ class ParquetSource(StreamedSource):
             table = read_groups(self.filesystem, path, groups, own)
         for name in names:
             if name in constants:
-                table = table.append_column(name, pa.array([constants[name]] * rows))
+                table = table.append_column(
+                    name, pa.array([constants[name]] * rows, self.types.get(name))
+                )
         table = table.append_column("__row", pa.array(np.arange(rows)))
         kept: np.ndarray[Any, Any] = table.filter(expression(self.filters))["__row"].to_numpy()
         return kept

@@ -276,10 +276,11 @@ def _as_array(value: Any) -> Any:
         if value.is_complex():
             return None
         return value.detach().to_dense().double().cpu().numpy()
-    if isinstance(value, list | tuple):
+    try:
+        array = np.asarray(None if isinstance(value, tuple) else value)
+        return array.astype(np.float64) if array.dtype.kind in "biuf" else None
+    except (TypeError, ValueError):
         return None
-    array = np.asarray(value)
-    return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
 @contextlib.contextmanager

@@ -164,7 +164,6 @@ def write_forms(
     results: list[dict[str, Any]] = []
     model: ExportModel | None = None
     for form in forms:
-        scratch = tempfile.TemporaryDirectory(prefix="stoker-export-")
         started, file = time.perf_counter(), FILES[form]
         result: dict[str, Any] = {
             "format": form,
@@ -174,18 +173,18 @@ def write_forms(
         }
         try:
             model = model or ExportModel(recipe, folder, example)
-            if model.failure is not None and form == "safetensors":
-                result["note"] = why_not(recipe, model.failure)
-            else:
-                result["batch_sizes"] = [*model.answers]
-                result["max_abs_diff"] = model.write(form, Path(scratch.name))
-            for path in Path(scratch.name).iterdir():
-                shutil.copyfile(path, folder / path.name)
+            with tempfile.TemporaryDirectory(prefix="stoker-export-") as scratch:
+                if model.failure is not None and form == "safetensors":
+                    result["note"] = why_not(recipe, model.failure)
+                else:
+                    result["batch_sizes"] = [*model.answers]
+                    result["max_abs_diff"] = model.write(form, Path(scratch))
+                for path in Path(scratch).iterdir():
+                    shutil.copyfile(path, folder / path.name)
             result["bytes"] = (folder / file).stat().st_size
         except Exception as error:
             cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
             result["error"] = f"{file}: {cause}"[:600]
-        scratch.cleanup()
         result["seconds"] = round(time.perf_counter() - started, 3)
         results.append(result)
         tell(result)

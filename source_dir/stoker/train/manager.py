@@ -257,7 +257,8 @@ class CheckpointManager:
         """By what the checkpoint of an epoch competes now, if it has that metric."""
         before: dict[str, Any] | None = epoch.get("monitored")
         with contextlib.suppress(UsageError):
-            return before and monitored(self.worker.config, epoch["metrics"])
+            if before or "monitored" not in epoch:  # earlier checkpoints have it in manifests alone
+                return monitored(self.worker.config, epoch["metrics"])
         return before
 
     def _is_own(self, meta: dict[str, Any]) -> bool:
@@ -324,7 +325,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # do not hide an earlier error
-            self.writer.wait(CALL_TIMEOUT_S)
+            self.writer.wait()
 
     def _note(self, text: str) -> None:
         self.worker.log(Note(text=text))

@@ -105,7 +105,7 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     except ray.exceptions.GetTimeoutError:
         raise DataError(
             f"{feed.split} epoch {feed.epoch + 1}: other train workers have not ended it {longest_s:.0f} s"
-            " after this one"
+            " after this one; if they are that much slower, raise data.stall_timeout_s"
         ) from None
 
 

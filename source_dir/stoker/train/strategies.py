@@ -207,11 +207,12 @@ class Copier:
 
     def __init__(self) -> None:
         self.buffers: dict[Any, Any] = {}
+        self.from_gpu = False
 
     def copy(self, tree: Any) -> Any:
         """The same nesting with CPU tensors, which the next call overwrites."""
         copied = tree_map_with_path(self._copy, tree)
-        if torch.cuda.is_available():
+        if self.from_gpu:
             # The next step changes the weights: finish the copies first.
             torch.cuda.synchronize()
         return copied
@@ -220,6 +221,7 @@ class Copier:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         place, pinned = (path, leaf.shape, leaf.dtype), leaf.is_cuda
+        self.from_gpu |= pinned
         if place not in self.buffers:
             self.buffers[place] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=pinned)
         return self.buffers[place].copy_(leaf.detach(), non_blocking=pinned)
