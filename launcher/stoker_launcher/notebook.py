@@ -293,10 +293,14 @@ def forgotten(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         for name in set(sys.modules) - before:
-            file = getattr(sys.modules[name], "__file__", None)
+            file = Path(getattr(sys.modules[name], "__file__", None) or "/")
             # A virtual environment may lie in the folder, and torch loads only once per process.
-            own = folder and file and "-packages" not in file
-            if own and Path(str(file)).is_relative_to(str(folder)):
+            installed = {"site-packages", "dist-packages"}
+            if (
+                folder
+                and file.is_relative_to(folder)
+                and installed.isdisjoint(file.relative_to(folder).parts)
+            ):
                 del sys.modules[name]
 
 
